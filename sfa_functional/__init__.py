@@ -1,0 +1,92 @@
+"""DeepSeek Sparse Attention as pure PyTorch functions. The public names, in reading order."""
+
+from .config import DEEPSEEK_V32, GLM_5, GLM_52, TINY, SFAConfig, Yarn
+from .params import DEEPSEEK_NAMES, HF_NAMES, IndexerParams, LayerParams, init_params, param_shapes, params_from_state
+from .norm import hadamard, layer_norm, rms_norm
+from .rotary import rope_cos_sin, rotate
+from .latent import latent_keys, latent_output, latent_projections, latent_queries, split_kv_b
+from .indexer import index_keys, index_queries, index_scores, index_weights, lightning_indexer, select_topk
+from .selectors import best_keys, block_topk, random_keys, window
+from .implementation import explain_implementation
+from .attention import AttentionOutput, dense_attention, merge_attention, sparse_attention, validate_selection
+from .paged import (
+    JointCache,
+    SplitCache,
+    SplitRows,
+    allocate_blocks,
+    cache_rows,
+    fetch_rows,
+    init_cache,
+    map_selection,
+    token_slots,
+    write_cache,
+)
+from .batch import Batch, global_selection, local_selection
+from .layer import LayerOutput, sfa_layer
+from .losses import indexer_kl
+from .evaluate import Difference, attention_mass, difference, selection_overlap
+
+from .version import __version__
+
+__all__ = [
+    "DEEPSEEK_V32",
+    "GLM_5",
+    "GLM_52",
+    "TINY",
+    "SFAConfig",
+    "Yarn",
+    "DEEPSEEK_NAMES",
+    "HF_NAMES",
+    "IndexerParams",
+    "LayerParams",
+    "init_params",
+    "param_shapes",
+    "params_from_state",
+    "hadamard",
+    "layer_norm",
+    "rms_norm",
+    "rope_cos_sin",
+    "rotate",
+    "latent_keys",
+    "latent_output",
+    "latent_projections",
+    "latent_queries",
+    "split_kv_b",
+    "index_keys",
+    "index_queries",
+    "index_scores",
+    "index_weights",
+    "lightning_indexer",
+    "select_topk",
+    "best_keys",
+    "block_topk",
+    "random_keys",
+    "window",
+    "explain_implementation",
+    "AttentionOutput",
+    "dense_attention",
+    "merge_attention",
+    "sparse_attention",
+    "validate_selection",
+    "JointCache",
+    "SplitCache",
+    "SplitRows",
+    "allocate_blocks",
+    "cache_rows",
+    "fetch_rows",
+    "init_cache",
+    "map_selection",
+    "token_slots",
+    "write_cache",
+    "Batch",
+    "global_selection",
+    "local_selection",
+    "LayerOutput",
+    "sfa_layer",
+    "indexer_kl",
+    "Difference",
+    "attention_mass",
+    "difference",
+    "selection_overlap",
+    "__version__",
+]

@@ -1,0 +1,205 @@
+"""Attention over selected keys, over all visible keys, and the merge of partial results; chooses the implementation."""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Float, Int, Int32
+from torch import Tensor
+
+from . import blockwise, reference
+from .implementation import Implementation, refuse
+from .paged import Rows, SplitRows, fetch_rows, num_rows, present_rows
+from .precision import require, require_float, require_rows
+
+
+class AttentionOutput(NamedTuple):
+    """What attention returns, always: weighted latents in q's dtype, and the natural log-sum-exp of the logits."""
+
+    out_THL: Float[Tensor, "T H L"]
+    lse_TH: Float[Tensor, "T H"]
+
+
+def sparse_attention(
+    q_THE: Float[Tensor, "T H E"],
+    kv_SE: Rows,
+    topk_TK: Int32[Tensor, "T K"],
+    *,
+    scale: float,
+    value_dim: int,
+    implementation: Implementation = None,
+) -> AttentionOutput:
+    """Attend from every query to the key rows that it selected.
+
+    ``z[h, s] = scale · q[t, h] · kv[s]``, ``lse = ln Σ_s e^z``, ``out = Σ_s e^(z - lse) · kv[s, :value_dim]``, each
+    sum over the selected rows s of query t. The formula in twenty lines: `reference.attend`.
+
+    Args:
+        q_THE: absorbed queries.
+        kv_SE: key rows, [S, E] or `SplitRows`.
+        topk_TK: int32 row numbers in any order; every value outside ``[0, S)`` is an unused entry. A number listed
+            twice counts twice: `validate_selection` finds those.
+        scale: of the logits; ``config.softmax_scale``, never derived from a width.
+        value_dim: how many leading columns of a row are its value (L).
+        implementation: None and "blockwise" gather tiles of rows, "reference" is the oracle; a callable has the
+            reference's signature.
+
+    Returns:
+        `AttentionOutput`: out in q's dtype; lse float32 (float64 for float64 q). A query without keys has out 0
+        and lse -inf.
+
+    Raises:
+        ValueError: shapes or dtypes that don't fit, or an implementation that can't run.
+
+    Gradients: of q and kv, through out and lse, by autograd. 0 for queries without keys. What stands in a row that
+        nobody selects, NaN included, reaches no result and no gradient; a NaN in a selected row reaches only the
+        queries that selected it.
+    Cost: 2·T·H·K·(E + L) FLOPs; copies T·K rows, a tile at a time.
+    Source: DeepSeek-V3.2-Exp report (2025), eq. 2; DeepSeek-V2 (2024), section 2.1.2, for the absorbed form.
+    """
+    _check("sparse_attention", q_THE, kv_SE, value_dim)
+    require_rows("sparse_attention", q_THE.shape[0], topk_TK=topk_TK)
+    require(
+        topk_TK.ndim == 2 and topk_TK.dtype == torch.int32,
+        "sparse_attention",
+        "topk must be int32 [T, K]",
+        (topk_TK.dtype, tuple(topk_TK.shape)),
+    )
+    match implementation:
+        case None | "blockwise":
+            result = blockwise.sparse_attention(q_THE, kv_SE, topk_TK, scale=scale, value_dim=value_dim)
+        case "reference":
+            result = reference.sparse_attention(q_THE, _joined(kv_SE), topk_TK, scale=scale, value_dim=value_dim)
+        case _ if callable(implementation):
+            result = implementation(q_THE, _joined(kv_SE), topk_TK, scale=scale, value_dim=value_dim)
+        case _:
+            raise refuse("sparse_attention", implementation)
+    return AttentionOutput(*result)
+
+
+def dense_attention(
+    q_THE: Float[Tensor, "T H E"],
+    kv_SE: Rows,
+    start_T: Int[Tensor, " T"],
+    end_T: Int[Tensor, " T"],
+    *,
+    scale: float,
+    value_dim: int,
+    row_S: Int[Tensor, " S"] | None = None,
+    implementation: Implementation = None,
+) -> AttentionOutput:
+    """Attend from every query to all key rows that it sees, ``start[t] <= s < end[t]``.
+
+    The formula of `sparse_attention` with the visible rows as the selection.
+
+    Args:
+        q_THE: absorbed queries.
+        kv_SE: key rows, or the rows of a pool if ``row_S`` is given; [S, E] or `SplitRows`.
+        start_T: first visible key row of each query; below 0 is 0.
+        end_T: one past the last; above S is S, not above ``start`` is an empty range.
+        scale: of the logits; ``config.softmax_scale``.
+        value_dim: how many leading columns of a row are its value (L).
+        row_S: row of the pool for each key row; a key whose entry is -1 is not there and is not attended to.
+        implementation: None and "blockwise" work in tiles, "reference" is the oracle; a callable has the
+            reference's signature (no ``row_S``: it is given the key rows, NaN where the pool holds none).
+
+    Returns:
+        `AttentionOutput`, as `sparse_attention`.
+
+    Raises:
+        ValueError: shapes or dtypes that don't fit, or an implementation that can't run.
+
+    Gradients: of q and kv, through out and lse, by autograd; 0 for queries without keys. A NaN or an infinity in a
+        row reaches only the queries that see the row (as NaN).
+    Cost: 2·T·H·S·(E + L) FLOPs over the span of each tile; memory of a tile of queries and keys.
+    Source: DeepSeek-V2 (2024), eq. 10 and section 2.1.2.
+    """
+    _check("dense_attention", q_THE, kv_SE, value_dim)
+    require_rows("dense_attention", q_THE.shape[0], start_T=start_T, end_T=end_T)
+    match implementation:
+        case None | "blockwise":
+            result = blockwise.dense_attention(
+                q_THE, kv_SE, start_T, end_T, scale=scale, value_dim=value_dim, row_S=row_S
+            )
+        case "reference":
+            if row_S is None:
+                run = partial(reference.dense_attention, start_T=start_T, end_T=end_T)
+            else:
+                run = partial(reference.sparse_attention, topk_TK=_visible_rows(start_T, end_T, row_S))
+            result = run(q_THE, _joined(kv_SE), scale=scale, value_dim=value_dim)
+        case _ if callable(implementation):
+            rows_SE = _joined(kv_SE) if row_S is None else present_rows(kv_SE, row_S)
+            result = implementation(q_THE, rows_SE, start_T, end_T, scale=scale, value_dim=value_dim)
+        case _:
+            raise refuse("dense_attention", implementation)
+    return AttentionOutput(*result)
+
+
+def merge_attention(parts: Sequence[AttentionOutput]) -> AttentionOutput:
+    """Combine attention over disjoint sets of keys into attention over all of them.
+
+    ``lse = ln Σ_n e^(lse_n)``, ``out = Σ_n e^(lse_n - lse) · out_n``.
+
+    Args:
+        parts: results of the same queries, at least one. A part with lse -inf is neutral in any place, whatever its
+            out holds.
+
+    Returns:
+        `AttentionOutput`; out in the parts' dtype, sums in float32 (float64 for float64 parts).
+
+    Raises:
+        ValueError: no parts, or parts of different shapes or dtypes.
+
+    Gradients: of every out and lse, by autograd.
+    Source: Dao et al., "FlashAttention" (2022), section 3.1; Milakov & Gimelshein, "Online normalizer calculation
+        for softmax" (2018).
+    """
+    require(len(parts) > 0, "merge_attention", "parts must hold at least one result", 0)
+    shapes = [(tuple(out.shape), out.dtype) for out, _ in parts]
+    require(len(set(shapes)) == 1, "merge_attention", "parts must have one shape and dtype", shapes)
+    out_THL, lse_TH = blockwise.merge([(out, lse) for out, lse in parts])
+    return AttentionOutput(out_THL.to(parts[0].out_THL.dtype), lse_TH)
+
+
+def validate_selection(topk_TK: Int32[Tensor, "T K"], start_T: Int[Tensor, " T"], end_T: Int[Tensor, " T"]) -> None:
+    """Refuse a selection with a row listed twice or a row that its query does not see; waits for the device.
+
+    Args:
+        topk_TK: selection of key rows; negative values are unused entries.
+        start_T: first visible key row of each query.
+        end_T: one past the last.
+
+    Raises:
+        ValueError: naming the first query at fault, and its row.
+    """
+    require_rows("validate_selection", topk_TK.shape[0], start_T=start_T, end_T=end_T)
+    used_TK = topk_TK >= 0
+    unseen_TK = used_TK & ((topk_TK < start_T[:, None]) | (topk_TK >= end_T[:, None]))
+    for t, i in unseen_TK.nonzero()[:1].tolist():
+        low, high = int(start_T[t]), int(end_T[t])
+        raise ValueError(f"validate_selection: query {t} sees rows [{low}, {high}); got {int(topk_TK[t, i])}")
+    ordered_TK = topk_TK.sort(dim=-1).values
+    twice_TK = (ordered_TK[:, 1:] == ordered_TK[:, :-1]) & (ordered_TK[:, 1:] >= 0)
+    for t, i in twice_TK.nonzero()[:1].tolist():
+        raise ValueError(f"validate_selection: rows of a query must differ; got {int(ordered_TK[t, i])} twice at {t}")
+
+
+def _visible_rows(start_T: Tensor, end_T: Tensor, row_S: Tensor) -> Tensor:
+    """List every visible key's row of the pool as a selection, -1 where the query does not see the key."""
+    seen_TS = blockwise.visible(torch.arange(row_S.shape[0], device=row_S.device), start_T, end_T)
+    return torch.where(seen_TS, row_S, -1).to(torch.int32)
+
+
+def _joined(kv_SE: Tensor | SplitRows) -> Tensor:
+    return fetch_rows(kv_SE, slice(None))
+
+
+def _check(function: str, q_THE: Tensor, kv_SE: Tensor | SplitRows, value_dim: int) -> None:
+    parts = [kv_SE.latent_SL, kv_SE.rope_SR] if isinstance(kv_SE, SplitRows) else [kv_SE]
+    width = sum(part.shape[-1] for part in parts)
+    fits = q_THE.ndim == 3 and all(part.ndim == 2 for part in parts) and width == q_THE.shape[-1]
+    shapes = (tuple(q_THE.shape), (num_rows(kv_SE), width))
+    require(fits, function, "q and kv must be [T, H, E] and [S, E]", shapes)
+    require(0 < value_dim <= width, function, f"value_dim must be in 1..{width}", value_dim)
+    require_float(function, q=q_THE, kv=parts[0])

@@ -1,0 +1,5 @@
+"""The ``sfa`` command."""
+
+
+def main() -> None:
+    """Run the command."""

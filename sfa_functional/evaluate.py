@@ -1,0 +1,123 @@
+"""How far two results are apart, and how much of dense attention a selection keeps."""
+
+import math
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Float, Int, Int32
+from torch import Tensor
+
+from .attention import dense_attention, sparse_attention
+from .implementation import Implementation
+from .paged import Rows, map_selection
+from .precision import require
+
+
+class Difference(NamedTuple):
+    """The largest difference of two tensors."""
+
+    max_abs: float
+    max_rel: float  # max_abs over the largest finite magnitude of the second tensor
+    where: tuple[int, ...] | None  # index of the largest difference; None where the tensors are equal
+
+
+def difference(a: Tensor, b: Tensor) -> Difference:
+    """Return the largest difference between two tensors and where it is.
+
+    ``max_abs = max |a - b|``, ``max_rel = max_abs / max |b|``. Equal infinities and two NaNs in one place count as
+    equal; a NaN or an infinity against anything else is infinitely far away. Waits for the device.
+
+    Args:
+        a: the tensor in question, of any real dtype.
+        b: what it should be.
+
+    Returns:
+        `Difference`; zeros and None where a and b are equal.
+
+    Raises:
+        ValueError: different shapes.
+    """
+    require(a.shape == b.shape, "difference", "shapes must be equal", (tuple(a.shape), tuple(b.shape)))
+    wide_a, wide_b = a.detach().double().cpu(), b.detach().double().cpu()
+    same = (wide_a == wide_b) | (wide_a.isnan() & wide_b.isnan())
+    far = torch.where(same, 0.0, (wide_a - wide_b).abs())
+    far = torch.where(far.isnan(), torch.inf, far)
+    if far.numel() == 0 or not bool((far > 0).any()):
+        return Difference(0.0, 0.0, None)
+    max_abs = float(far.max())
+    peak = float(torch.where(wide_b.isfinite(), wide_b.abs(), 0).max())
+    where = tuple(int(i) for i in torch.unravel_index(far.argmax(), far.shape))
+    return Difference(max_abs, max_abs / peak if peak > 0 else math.inf, where)
+
+
+def attention_mass(
+    q_THE: Float[Tensor, "T H E"],
+    kv_SE: Rows,
+    topk_TK: Int32[Tensor, "T K"],
+    start_T: Int[Tensor, " T"],
+    end_T: Int[Tensor, " T"],
+    *,
+    scale: float,
+    row_S: Int[Tensor, " S"] | None = None,
+    implementation: Implementation = None,
+) -> Float[Tensor, " T"]:
+    """Return the share of dense attention's weight that falls on the selected keys, averaged over heads.
+
+    ``mass[t] = mean_h exp(lse_selected[t, h] - lse_visible[t, h])``: 1 where everything visible is selected.
+
+    Args:
+        q_THE: absorbed queries.
+        kv_SE: key rows, or the rows of a pool if ``row_S`` is given.
+        topk_TK: selected key rows, all visible.
+        start_T: first visible key row of each query.
+        end_T: one past the last.
+        scale: of the logits, ``config.softmax_scale``.
+        row_S: row of the pool for each key row.
+        implementation: of both attentions.
+
+    Returns:
+        mass_T between 0 and 1, float32 (float64 for float64 q); NaN for a query that sees no key.
+
+    Raises:
+        ValueError: as the two attentions.
+
+    Gradients: as `sparse_attention` and `dense_attention`.
+    Cost: one dense and one sparse attention; never T·S values.
+    Source: follows from the definition of lse; the quantity is the recall of attention mass that papers on sparse
+        attention report.
+    """
+    value_dim = 1
+    row_TK = topk_TK if row_S is None else map_selection(topk_TK, row_S)
+    kept = sparse_attention(q_THE, kv_SE, row_TK, scale=scale, value_dim=value_dim, implementation=implementation)
+    whole = dense_attention(
+        q_THE, kv_SE, start_T, end_T, scale=scale, value_dim=value_dim, row_S=row_S, implementation=implementation
+    )
+    return torch.exp(kept.lse_TH - whole.lse_TH).mean(-1)
+
+
+def selection_overlap(a_TK: Int32[Tensor, "T K"], b_TK: Int32[Tensor, "T K2"]) -> Float[Tensor, " T"]:
+    """Return the share of b's entries that a has too, for every query; entries below 0 are unused.
+
+    ``overlap[t] = |a_t ∩ b_t| / |b_t|``, 1 where b_t is empty.
+
+    Args:
+        a_TK: a selection, without repeats.
+        b_TK: another one of the same queries.
+
+    Returns:
+        overlap_T between 0 and 1, float32.
+
+    Raises:
+        ValueError: different numbers of queries.
+
+    Cost: T·K·log K (a binary search for every entry).
+    """
+    require(a_TK.shape[0] == b_TK.shape[0], "selection_overlap", "a and b must have one length", len(b_TK))
+    ordered_TK = torch.where(a_TK >= 0, a_TK, -1).sort(dim=-1).values
+    used_TK = b_TK >= 0
+    if ordered_TK.shape[1] == 0:
+        return (~used_TK.any(-1)).float()
+    place_TK = torch.searchsorted(ordered_TK, b_TK.contiguous()).clamp(max=ordered_TK.shape[1] - 1)
+    hit_TK = used_TK & (ordered_TK.gather(1, place_TK) == b_TK)
+    count_T = used_TK.sum(-1)
+    return torch.where(count_T > 0, hit_TK.sum(-1) / count_T.clamp(min=1), 1.0)

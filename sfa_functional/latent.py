@@ -1,0 +1,183 @@
+"""Hidden states to absorbed queries and latent keys, and the attention's result back to hidden states (MLA)."""
+
+import torch
+from einops import einsum, rearrange
+from jaxtyping import Float
+from torch import Tensor
+from torch.nn.functional import linear
+
+from .config import SFAConfig
+from .implementation import Implementation, refuse
+from .norm import rms_norm
+from .params import LayerParams
+from .precision import require, require_float
+from .rotary import rotate
+
+Projections = tuple[Float[Tensor, "T H E"], Float[Tensor, "T Q"], Float[Tensor, "T E"]]
+
+
+def split_kv_b(
+    kv_b_proj: Float[Tensor, "HY L"], config: SFAConfig
+) -> tuple[Float[Tensor, "H P L"], Float[Tensor, "H V L"]]:
+    """View the up-projection of the latents as its key part W_UK and its value part W_UV; no copy.
+
+    Args:
+        kv_b_proj: [H·(P+V), L], per head P rows, then V rows.
+        config: gives H, P and V.
+
+    Returns:
+        ``(w_uk_HPL, w_uv_HVL)``, views of ``kv_b_proj``.
+    """
+    heads = kv_b_proj.unflatten(0, (config.num_attention_heads, -1))
+    return heads[:, : config.qk_nope_head_dim], heads[:, config.qk_nope_head_dim :]
+
+
+def latent_queries(
+    params: LayerParams,
+    x_TD: Float[Tensor, "T D"],
+    cos: Float[Tensor, "T F"],
+    sin: Float[Tensor, "T F"],
+    *,
+    config: SFAConfig,
+) -> tuple[Float[Tensor, "T H E"], Float[Tensor, "T Q"]]:
+    """Project hidden states to queries that can be compared with latent keys.
+
+    ``c = rms_norm(x W_qaᵀ)``, ``[q_nope ; q_rope] = c W_qbᵀ`` per head, ``q = [q_nope W_UK ; rotate(q_rope)]``: the
+    up-projection of the keys is absorbed into the query, so that ``q · [latent ; rope]`` is the ordinary product of
+    the head's query and key.
+
+    Args:
+        params: the layer's weights.
+        x_TD: hidden states after the layer's input norm.
+        cos: cosines of the tokens' positions, from `rope_cos_sin`.
+        sin: sines, likewise.
+        config: sizes, pairing, epsilon.
+
+    Returns:
+        ``(q_THE, q_latent_TQ)``: absorbed queries, the L latent columns first, then R; and c, the input of
+        `index_queries`. In x's dtype.
+
+    Raises:
+        ValueError: x is not [T, D], or its dtype is not that of the projections.
+
+    Gradients: of x and the weights, by autograd.
+    Cost: 2·T·(D·Q + Q·H·(P+R) + H·P·L) FLOPs.
+    Source: DeepSeek-V2 (2024), eq. 6 to 12 and section 2.1.2 (absorption); DeepSeek-V3.2-Exp, inference/model.py.
+    """
+    _check(params, x_TD, config, "latent_queries")
+    q_latent_TQ = rms_norm(linear(x_TD, params.q_a_proj), params.q_a_layernorm, config.latent_norm_eps)
+    q = rearrange(linear(q_latent_TQ, params.q_b_proj), "t (h x) -> t h x", h=config.num_attention_heads)
+    q_nope_THP, q_rope_THR = q.split([config.qk_nope_head_dim, config.qk_rope_head_dim], dim=-1)
+    w_uk_HPL, _ = split_kv_b(params.kv_b_proj, config)
+    absorbed_THL = einsum(q_nope_THP, w_uk_HPL, "t h p, h p l -> t h l")
+    q_THE = torch.cat([absorbed_THL, rotate(q_rope_THR, cos, sin, pairing=config.rope_pairing)], dim=-1)
+    return q_THE, q_latent_TQ
+
+
+def latent_keys(
+    params: LayerParams,
+    x_TD: Float[Tensor, "T D"],
+    cos: Float[Tensor, "T F"],
+    sin: Float[Tensor, "T F"],
+    *,
+    config: SFAConfig,
+) -> Float[Tensor, "T E"]:
+    """Project hidden states to the rows that attention compares with and sums: one per token, for all heads.
+
+    ``[c ; k] = x W_kvaᵀ``, ``kv = [rms_norm(c) ; rotate(k)]``. The rope part is not normalised. A row's value is its
+    first L columns.
+
+    Args:
+        params: the layer's weights.
+        x_TD: hidden states after the layer's input norm.
+        cos: cosines of the tokens' positions, from `rope_cos_sin`.
+        sin: sines, likewise.
+        config: sizes, pairing, epsilon.
+
+    Returns:
+        kv_TE in x's dtype, E = L + R.
+
+    Raises:
+        ValueError: x is not [T, D], or its dtype is not that of the projections.
+
+    Gradients: of x and the weights, by autograd.
+    Cost: 2·T·D·E FLOPs.
+    Source: DeepSeek-V2 (2024), eq. 9 and 14 to 16; DeepSeek-V3.2-Exp, inference/model.py.
+    """
+    _check(params, x_TD, config, "latent_keys")
+    latent_TL, rope_TR = linear(x_TD, params.kv_a_proj).split([config.kv_lora_rank, config.qk_rope_head_dim], dim=-1)
+    latent_TL = rms_norm(latent_TL, params.kv_a_layernorm, config.latent_norm_eps)
+    return torch.cat([latent_TL, rotate(rope_TR, cos, sin, pairing=config.rope_pairing)], dim=-1)
+
+
+def latent_projections(
+    params: LayerParams,
+    x_TD: Float[Tensor, "T D"],
+    cos: Float[Tensor, "T F"],
+    sin: Float[Tensor, "T F"],
+    *,
+    config: SFAConfig,
+    implementation: Implementation = None,
+) -> Projections:
+    """Compute `latent_queries` and `latent_keys` of the same tokens; the place for a fused device op.
+
+    Args:
+        params: the layer's weights.
+        x_TD: hidden states after the layer's input norm.
+        cos: cosines of the tokens' positions.
+        sin: sines, likewise.
+        config: sizes, pairing, epsilon.
+        implementation: None, "reference" and "blockwise" are the plain composition; a callable takes the same
+            arguments but this one.
+
+    Returns:
+        ``(q_THE, q_latent_TQ, kv_TE)``.
+
+    Raises:
+        ValueError: as the two functions, or an implementation that can't run.
+    """
+    match implementation:
+        case None | "reference" | "blockwise":
+            q_THE, q_latent_TQ = latent_queries(params, x_TD, cos, sin, config=config)
+            return q_THE, q_latent_TQ, latent_keys(params, x_TD, cos, sin, config=config)
+        case _ if callable(implementation):
+            return implementation(params, x_TD, cos, sin, config=config)
+        case _:
+            raise refuse("latent_projections", implementation)
+
+
+def latent_output(params: LayerParams, out_THL: Float[Tensor, "T H L"], *, config: SFAConfig) -> Float[Tensor, "T D"]:
+    """Project the attention's weighted latents to hidden states.
+
+    ``y = flatten(out W_UVᵀ per head) W_oᵀ``.
+
+    Args:
+        params: the layer's weights.
+        out_THL: weighted sums of latents per head, from `sparse_attention` or `dense_attention`.
+        config: gives H, P and V.
+
+    Returns:
+        y_TD, to be added to the residual stream.
+
+    Raises:
+        ValueError: out is not [T, H, L].
+
+    Gradients: of out and the weights, by autograd.
+    Cost: 2·T·(H·V·L + H·V·D) FLOPs.
+    Source: DeepSeek-V2 (2024), eq. 10 and section 2.1.2; DeepSeek-V3.2-Exp, inference/model.py.
+    """
+    want = (config.num_attention_heads, config.kv_lora_rank)
+    require(tuple(out_THL.shape[1:]) == want, "latent_output", f"out must be [T, {want[0]}, {want[1]}]", out_THL.shape)
+    _, w_uv_HVL = split_kv_b(params.kv_b_proj, config)
+    value_THV = einsum(out_THL, w_uv_HVL, "t h l, h v l -> t h v")
+    return linear(rearrange(value_THV, "t h v -> t (h v)"), params.o_proj)
+
+
+def _check(params: LayerParams, x_TD: Tensor, config: SFAConfig, function: str) -> None:
+    require(
+        x_TD.ndim == 2 and x_TD.shape[1] == config.hidden_size,
+        function,
+        f"x must be [T, {config.hidden_size}]",
+        tuple(x_TD.shape),
+    )
+    require_float(function, x=x_TD, projections=params.q_a_proj)

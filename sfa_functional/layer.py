@@ -1,0 +1,122 @@
+"""The whole attention layer as one composition of public functions."""
+
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Float, Int32
+from torch import Tensor
+
+from .attention import sparse_attention
+from .batch import Batch, global_selection, local_selection
+from .config import SFAConfig
+from .implementation import Implementation
+from .indexer import index_keys, index_queries, index_weights, lightning_indexer
+from .latent import latent_output, latent_projections
+from .paged import Cache, Rows, cache_rows, map_selection, write_cache
+from .params import LayerParams
+from .precision import require, require_rows
+from .rotary import rope_cos_sin
+from .selectors import Selector
+
+
+class LayerOutput(NamedTuple):
+    """What a layer returns: hidden states, what each query attended to, and the cache after the write."""
+
+    y_TD: Float[Tensor, "T D"]
+    selection_TK: Int32[Tensor, "T K"]  # positions within each query's request
+    cache: Cache | None
+
+
+def sfa_layer(
+    params: LayerParams,
+    x_TD: Float[Tensor, "T D"],
+    batch: Batch,
+    *,
+    config: SFAConfig,
+    cache: Cache | None = None,
+    selection: Int32[Tensor, "T K"] | None = None,
+    select: Selector | None = None,
+    rope: tuple[Float[Tensor, "T F"], Float[Tensor, "T F"]] | None = None,
+    implementation: Implementation = None,
+    donate: bool = False,
+) -> LayerOutput:
+    """Run one attention layer: project, write the cache, select keys, attend to them, project back.
+
+    `latent_projections` -> `write_cache` -> `lightning_indexer` -> `sparse_attention` -> `latent_output`.
+
+    Args:
+        params: the layer's weights.
+        x_TD: hidden states after the layer's input norm. Rows that belong to no request are zeroed first.
+        batch: where each token stands and what it sees.
+        config: sizes and constants; ``index_topk`` is how many keys are selected.
+        cache: pool of pages holding the earlier tokens, for a batch with a block table.
+        selection: positions within each query's request to attend to instead of scoring, as an earlier layer
+            returned them; positions that the query does not see are unused. The cache is written all the same.
+        select: another way to choose keys; None is the lightning indexer.
+        rope: cos and sin to use instead of ``rope_cos_sin(batch.position_T, config)``.
+        implementation: passed on to the functions that have one, if it is a name; a callable replaces
+            `sparse_attention` alone.
+        donate: write into the cache given, which must not be used again.
+
+    Returns:
+        `LayerOutput`. A given selection is returned as it came.
+
+    Raises:
+        ValueError: x and batch of different lengths; cached context or a block table without a cache, or a cache
+            without a block table; a layer without an indexer and without ``selection`` or ``select``.
+
+    Gradients: of x, the projections, and the cache unless donated. A selection has none: the indexer learns from
+        `indexer_kl` alone, its weights get no gradient here.
+    Cost: the sum of its parts.
+    Source: DeepSeek-V3.2-Exp report (2025), section 2.1; DeepSeek-V3.2-Exp, inference/model.py, class MLA.
+    """
+    require_rows("sfa_layer", x_TD.shape[0], position_T=batch.position_T, selection=selection)
+    _check_cache(batch, cache)
+    named = implementation if implementation is None or isinstance(implementation, str) else None
+    belongs_T1 = batch.request_T[:, None] >= 0
+    x_TD = torch.where(belongs_T1, x_TD, 0)
+    cos, sin = rope_cos_sin(batch.position_T.clamp(min=0), config) if rope is None else rope
+
+    q_THE, q_latent_TQ, kv_TE = latent_projections(params, x_TD, cos, sin, config=config, implementation=named)
+    k_TI = None if params.indexer is None else index_keys(params.indexer, x_TD, cos, sin, config=config)
+    kv_SE: Rows = kv_TE
+    k_SI = k_TI
+    if cache is not None and batch.slot_T is not None:
+        cache = write_cache(cache, kv_TE, k_TI, batch.slot_T, donate=donate, implementation=named)
+        kv_SE = cache_rows(cache)
+        k_SI = None if cache.index_k is None else cache.index_k.flatten(0, 1)
+
+    if selection is not None:
+        topk_TK = global_selection(selection, batch)
+    else:
+        q_TJI = w_TJ = None
+        if params.indexer is not None:
+            q_TJI = index_queries(params.indexer, q_latent_TQ, cos, sin, config=config)
+            w_TJ = index_weights(params.indexer, x_TD, config=config)
+        k, row_S, start_T, end_T = config.index_topk, batch.row_S, batch.start_T, batch.end_T
+        if select is not None:
+            compared = {"q_TJI": q_TJI, "k_SI": k_SI, "w_TJ": w_TJ, "q_THE": q_THE, "kv_SE": kv_SE}
+            topk_TK = select(**compared, start_T=start_T, end_T=end_T, k=k, row_S=row_S)
+        elif q_TJI is None or k_SI is None or w_TJ is None:
+            raise ValueError("sfa_layer: a layer without an indexer needs selection= or select=; got neither")
+        else:
+            topk_TK = lightning_indexer(q_TJI, k_SI, w_TJ, start_T, end_T, k=k, row_S=row_S, implementation=named)
+        selection = local_selection(topk_TK, batch)
+
+    row_TK = topk_TK if batch.row_S is None else map_selection(topk_TK, batch.row_S)
+    out_THL, _ = sparse_attention(
+        q_THE,
+        kv_SE,
+        row_TK,
+        scale=config.softmax_scale,
+        value_dim=config.kv_lora_rank,
+        implementation=implementation,
+    )
+    return LayerOutput(latent_output(params, out_THL, config=config), selection, cache)
+
+
+def _check_cache(batch: Batch, cache: Cache | None) -> None:
+    if cache is None:
+        require(batch.row_S is None, "sfa_layer", "a batch with cached context or a block table needs a cache", None)
+    else:
+        require(batch.slot_T is not None, "sfa_layer", "a cache needs a batch with a block table", "none")

@@ -1,0 +1,99 @@
+"""The indexer's training loss: how far its softmax is from the attention that it should predict."""
+
+import torch
+from jaxtyping import Float, Int, Int32
+from torch import Tensor
+
+from . import blockwise
+from .paged import Rows, SplitRows, fetch_rows, num_rows
+from .precision import require, require_float, require_rows, wide
+
+
+def indexer_kl(
+    q_TJI: Float[Tensor, "T J I"],
+    k_SI: Float[Tensor, "S I"],
+    w_TJ: Float[Tensor, "T J"],
+    q_THE: Float[Tensor, "T H E"],
+    kv_SE: Rows,
+    start_T: Int[Tensor, " T"],
+    end_T: Int[Tensor, " T"],
+    *,
+    scale: float,
+    topk_TK: Int32[Tensor, "T K"] | None = None,
+) -> Float[Tensor, " T"]:
+    """Return each query's divergence of the indexer's softmax from the attention's mean over heads.
+
+    Over the set A_t of keys that query t sees, or of the entries of ``topk_TK[t]`` that it sees:
+    ``p[s] = mean_h softmax_{s in A}(scale · q[t, h] · kv[s])`` (a constant),
+    ``π[s] = softmax_{s in A}(score[t, s])`` with the scores of `index_scores`,
+    ``kl[t] = Σ_{s in A} p (ln p - ln π)``, ``0 ln 0 = 0``; no epsilon and no clipping.
+
+    Args:
+        q_TJI: indexer queries; detach what enters `index_queries`, so that only the indexer learns.
+        k_SI: index keys, likewise.
+        w_TJ: weights from `index_weights`, constants included.
+        q_THE: absorbed queries of attention.
+        kv_SE: latent key rows.
+        start_T: first visible key row of each query.
+        end_T: one past the last.
+        scale: of the attention logits, ``config.softmax_scale``.
+        topk_TK: a selection of key rows (the sparse stage), or None for all visible keys (the warm-up). With a
+            selection the softmax of each head is taken over A and then averaged.
+
+    Returns:
+        kl_T >= 0 in float32 (float64 for float64 q); 0 where A has at most one key. The caller averages and weights.
+
+    Raises:
+        ValueError: shapes or dtypes that don't fit.
+
+    Gradients: of q_TJI, k_SI and w_TJ: ``d score = (π - p) · d kl``. None reaches q_THE and kv_SE, the target is
+        detached here. Rows outside of A, NaN included, reach neither values nor gradients.
+    Cost: that of `index_scores` and of dense attention's weights over the same keys; holds them for backward.
+    Source: DeepSeek-V3.2-Exp report (2025), eq. 3 and 4.
+    """
+    count = q_TJI.shape[0]
+    require_rows("indexer_kl", count, w_TJ=w_TJ, q_THE=q_THE, start_T=start_T, end_T=end_T, topk_TK=topk_TK)
+    require_float("indexer_kl", q=q_TJI, k=k_SI)
+    shapes = (tuple(q_TJI.shape), tuple(k_SI.shape), tuple(w_TJ.shape))
+    fits = q_TJI.ndim == 3 and k_SI.ndim == 2 and q_TJI.shape[2] == k_SI.shape[1] and q_TJI.shape[:2] == w_TJ.shape
+    require(fits, "indexer_kl", "q, k, w must be [T, J, I], [S, I], [T, J]", shapes)
+    require(num_rows(kv_SE) == k_SI.shape[0], "indexer_kl", "kv and k must have the same rows", num_rows(kv_SE))
+    tiles = []
+    limit = max(1, blockwise.TILE_VALUES // max(1, k_SI.shape[0] * max(q_TJI.shape[1], q_THE.shape[1])))
+    for queries, span in blockwise.query_tiles(start_T, end_T, k_SI.shape[0], limit):
+        start_t, end_t, q_tJI, w_tJ = start_T[queries], end_T[queries], q_TJI[queries], w_TJ[queries]
+        q_tHE = q_THE[queries].detach()
+        if topk_TK is None:
+            kv = _detached(kv_SE)
+            p_ts = blockwise.mean_weights(q_tHE, kv, start_t, end_t, span, scale=scale)
+            k_sI, member_ts = blockwise.visible_rows(k_SI, start_t, end_t, slice(*span), None)
+            score_ts = blockwise.index_scores(q_tJI, k_sI, w_tJ)
+        else:
+            topk_tK = topk_TK[queries]
+            member_ts = (topk_tK >= start_t[:, None]) & (topk_tK < end_t[:, None])
+            member_ts = member_ts & (topk_tK >= 0) & (topk_tK < k_SI.shape[0])
+            topk_tK = torch.where(member_ts, topk_tK, -1)
+            kv_tKE = fetch_rows(_detached(kv_SE), topk_tK).to(wide(q_tHE.dtype))
+            p_ts = blockwise.softmax_weights(q_tHE, kv_tKE, member_ts, scale=scale)[0].mean(1)
+            k_tKI = fetch_rows(k_SI, topk_tK).to(wide(q_tJI.dtype))
+            heads_tJK = torch.relu(q_tJI.to(k_tKI.dtype) @ k_tKI.mT)
+            score_ts = (w_tJ.to(k_tKI.dtype)[:, None] @ heads_tJK)[:, 0]
+        tiles.append(_divergence(p_ts, score_ts, member_ts))
+    return torch.cat(tiles)
+
+
+def _divergence(p_ts: Tensor, score_ts: Tensor, member_ts: Tensor) -> Tensor:
+    """Return Σ p (ln p - ln π) over the members; 0, with zero gradients, where there is at most one."""
+    trained_t1 = member_ts.sum(-1, keepdim=True) > 1
+    member_ts = member_ts & trained_t1
+    score_ts = torch.where(member_ts, score_ts, -torch.inf)
+    log_pi_ts = torch.log_softmax(torch.where(trained_t1, score_ts, 0.0), dim=-1)
+    p_ts = torch.where(member_ts, p_ts.to(score_ts.dtype), 0)
+    log_pi_ts = torch.where(member_ts, log_pi_ts, 0)
+    return (torch.xlogy(p_ts, p_ts) - p_ts * log_pi_ts).sum(-1)
+
+
+def _detached(rows: Tensor | SplitRows) -> Tensor | SplitRows:
+    if isinstance(rows, SplitRows):
+        return SplitRows(latent_SL=rows.latent_SL.detach(), rope_SR=rows.rope_SR.detach())
+    return rows.detach()

@@ -1,0 +1,313 @@
+"""Key rows and where they live: split rows, block tables, slots, caches. The only file that knows a row's address."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from jaxtyping import Float, Int, Int32
+from torch import Tensor
+
+from .config import SFAConfig
+from .implementation import Implementation, refuse
+from .precision import require, require_rows
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class SplitRows:
+    """Key rows whose latent and rope columns lie in two tensors; stands for the joint [S, E] tensor anywhere."""
+
+    latent_SL: Float[Tensor, "S L"]
+    rope_SR: Float[Tensor, "S R"]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class JointCache:
+    """A pool of pages with latent and rope columns side by side; ``index_k`` is None for a shared layer."""
+
+    kv: Float[Tensor, "blocks block_size E"]
+    index_k: Float[Tensor, "blocks block_size I"] | None = None
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class SplitCache:
+    """A pool of pages with latent and rope columns apart, as the Ascend operators want them."""
+
+    latent: Float[Tensor, "blocks block_size L"]
+    rope: Float[Tensor, "blocks block_size R"]
+    index_k: Float[Tensor, "blocks block_size I"] | None = None
+
+
+Cache = JointCache | SplitCache
+Rows = Float[Tensor, "S E"] | SplitRows
+
+for _cls in (SplitRows, JointCache, SplitCache):
+    torch.export.register_dataclass(_cls, serialized_type_name=f"sfa_functional.{_cls.__name__}")
+
+
+def num_rows(rows: Tensor | SplitRows) -> int:
+    """Return how many key rows there are."""
+    return (rows.latent_SL if isinstance(rows, SplitRows) else rows).shape[0]
+
+
+def fetch_rows(rows: Tensor | SplitRows, index: Int[Tensor, "*shape"] | slice) -> Float[Tensor, "*shape E"]:
+    """Read key rows by number; a number outside ``[0, S)`` reads a row of zeros.
+
+    The rows are zeroed rather than weighted with zero, because 0 · NaN is NaN: what stands in a row that nobody
+    asked for never reaches a result or a gradient.
+
+    Args:
+        rows: [S, E], or `SplitRows`, whose columns are joined here and nowhere else.
+        index: row numbers of any shape, or a slice (which reads a joint tensor without a copy).
+
+    Returns:
+        One row per number.
+
+    Gradients: of rows: a sum over the numbers that read a row.
+    Cost: the copied rows.
+    """
+    if isinstance(rows, SplitRows):
+        return torch.cat([fetch_rows(rows.latent_SL, index), fetch_rows(rows.rope_SR, index)], dim=-1)
+    if isinstance(index, slice):
+        return rows[index]
+    if rows.shape[0] == 0:
+        return rows.new_zeros(*index.shape, rows.shape[1])
+    valid = (index >= 0) & (index < rows.shape[0])
+    return torch.where(valid[..., None], rows[torch.where(valid, index, 0).long()], 0)
+
+
+def present_rows(rows: Tensor | SplitRows, row_S: Int[Tensor, " S"]) -> Float[Tensor, "S E"]:
+    """Read the row of a pool for each key row; a key that the pool does not hold is a row of NaN."""
+    held_S = (row_S >= 0) & (row_S < num_rows(rows))
+    return torch.where(held_S[:, None], fetch_rows(rows, row_S), torch.nan)
+
+
+def map_selection(topk_TK: Int32[Tensor, "T K"], row_S: Int[Tensor, " S"]) -> Int32[Tensor, "T K"]:
+    """Translate a selection of key rows into rows of a pool; unused entries stay -1.
+
+    ``result[t, i] = row_S[topk[t, i]]`` where ``0 <= topk < S``, else -1.
+
+    Args:
+        topk_TK: key rows, with any value outside ``[0, S)`` unused.
+        row_S: which row of the pool holds each key row; -1 where none does.
+
+    Returns:
+        int32 rows of the pool, in the order given. Only -1 is unused in it.
+
+    Gradients: none (integers).
+    """
+    if row_S.shape[0] == 0:
+        return torch.full_like(topk_TK, -1)
+    valid = (topk_TK >= 0) & (topk_TK < row_S.shape[0])
+    mapped = row_S[torch.where(valid, topk_TK, 0).long()]
+    return torch.where(valid & (mapped >= 0), mapped, -1).to(torch.int32)
+
+
+def allocate_blocks(seq_lens: Sequence[int], block_size: int) -> Int32[Tensor, "B U"]:
+    """Hand out pages in order, enough for each request's length; for notebooks and tests.
+
+    Args:
+        seq_lens: rows that each request will need.
+        block_size: rows of a page.
+
+    Returns:
+        int32 block table; unused entries are -1, at least one column.
+
+    Raises:
+        ValueError: a negative length or a block size below 1.
+    """
+    require(block_size >= 1, "allocate_blocks", "block_size must be >= 1", block_size)
+    require(all(n >= 0 for n in seq_lens), "allocate_blocks", "lengths must be >= 0", list(seq_lens))
+    counts = [-(-n // block_size) for n in seq_lens]
+    table = torch.full((len(counts), max([1, *counts])), -1, dtype=torch.int32)
+    first = 0
+    for row, count in zip(table, counts, strict=True):
+        row[:count] = torch.arange(first, first + count, dtype=torch.int32)
+        first += count
+    return table
+
+
+def token_slots(
+    block_table_BU: Int32[Tensor, "B U"],
+    request_T: Int[Tensor, " T"],
+    position_T: Int[Tensor, " T"],
+    *,
+    block_size: int,
+) -> Int[Tensor, " T"]:
+    """Return the row of the pool where each token is written.
+
+    ``slot = block_table[request, position // block_size] * block_size + position % block_size``, in int64.
+
+    Args:
+        block_table_BU: page numbers of each request, -1 where there is none.
+        request_T: request of each token, -1 for padding.
+        position_T: position of each token within its request, -1 for padding.
+        block_size: rows of a page.
+
+    Returns:
+        int64 slots; -1 for padding, for a position past the table, and on a -1 entry of the table.
+
+    Raises:
+        ValueError: block_size < 1, or token vectors of different lengths.
+
+    Gradients: none (integers).
+    """
+    require(block_size >= 1, "token_slots", "block_size must be >= 1", block_size)
+    require_rows("token_slots", request_T.shape[0], position_T=position_T)
+    requests, columns = block_table_BU.shape
+    if requests == 0 or columns == 0:
+        return torch.full_like(position_T, -1, dtype=torch.int64)
+    position, request = position_T.long(), request_T.long()
+    known = (position >= 0) & (position < columns * block_size) & (request >= 0) & (request < requests)
+    position, request = torch.where(known, position, 0), torch.where(known, request, 0)
+    block = block_table_BU[request, position // block_size].long()
+    return torch.where(known & (block >= 0), block * block_size + position % block_size, -1)
+
+
+def table_rows(block_table_BU: Int32[Tensor, "B U"], *, block_size: int) -> Int[Tensor, " S"]:
+    """Return the pool row of every key row ``b·U·block_size + position`` of a block table; -1 without a page."""
+    offset = torch.arange(block_size, device=block_table_BU.device)
+    block = block_table_BU.long()[:, :, None]
+    return torch.where(block >= 0, block * block_size + offset, -1).flatten()
+
+
+def init_cache(
+    config: SFAConfig,
+    *,
+    num_blocks: int,
+    block_size: int,
+    dtype: torch.dtype,
+    device: torch.device | str | None = None,
+    layer: int = 0,
+    layout: Literal["joint", "split"] = "joint",
+) -> Cache:
+    """Allocate a pool of zeroed pages for one layer.
+
+    Args:
+        config: gives L, R and I, and whether the layer has index keys.
+        num_blocks: pages of the pool.
+        block_size: rows of a page.
+        dtype: of all tensors.
+        device: where to put them.
+        layer: 0-based number; a shared layer has no index keys.
+        layout: "joint" (one tensor of E columns) or "split" (L and R columns apart).
+
+    Returns:
+        `JointCache` or `SplitCache`.
+
+    Raises:
+        ValueError: a count below 1, an unknown layout or layer.
+
+    Cost: num_blocks · block_size · (E + I) values.
+    """
+    require(num_blocks >= 1 and block_size >= 1, "init_cache", "counts must be >= 1", (num_blocks, block_size))
+    require(layout in ("joint", "split"), "init_cache", "layout must be 'joint' or 'split'", repr(layout))
+    require(0 <= layer < config.num_layers, "init_cache", f"layer must be in 0..{config.num_layers - 1}", layer)
+
+    def pages(width: int) -> Tensor:
+        return torch.zeros(num_blocks, block_size, width, dtype=dtype, device=device)
+
+    index_k = pages(config.index_head_dim) if config.indexer_types[layer] == "full" else None
+    if layout == "joint":
+        return JointCache(kv=pages(config.key_width), index_k=index_k)
+    return SplitCache(latent=pages(config.kv_lora_rank), rope=pages(config.qk_rope_head_dim), index_k=index_k)
+
+
+def cache_rows(cache: Cache) -> Tensor | SplitRows:
+    """View a pool's pages as key rows, numbered by slot; no copy."""
+    if isinstance(cache, JointCache):
+        return cache.kv.flatten(0, 1)
+    return SplitRows(latent_SL=cache.latent.flatten(0, 1), rope_SR=cache.rope.flatten(0, 1))
+
+
+def write_cache(
+    cache: Cache,
+    kv_TE: Float[Tensor, "T E"],
+    k_TI: Float[Tensor, "T I"] | None,
+    slot_T: Int[Tensor, " T"],
+    *,
+    index_slot_T: Int[Tensor, " T"] | None = None,
+    donate: bool = False,
+    implementation: Implementation = None,
+) -> Cache:
+    """Write new rows into a pool; a slot of -1 writes nothing.
+
+    ``result.kv[slot[t]] = kv[t]`` and ``result.index_k[slot[t]] = k[t]`` for every t with ``slot[t] >= 0``.
+
+    Args:
+        cache: the pool.
+        kv_TE: latent keys of the new tokens.
+        k_TI: their index keys; None leaves ``index_k`` as it is.
+        slot_T: row of the pool for each token; -1 writes nothing. Slots must differ from each other.
+        index_slot_T: other slots for the index keys, where those live apart; None takes ``slot_T``.
+        donate: write in place and give the argument away. The old value must not be used again. Without it the
+            whole pool is copied (milliseconds per 64K rows), so loops donate.
+        implementation: None, "reference" and "blockwise" are the same plain code; a callable takes the same
+            arguments but this one.
+
+    Returns:
+        The pool after the write, of the class given.
+
+    Raises:
+        ValueError: row counts, widths or dtypes that don't fit, index keys for a pool without them, or an
+            implementation that can't run.
+        IndexError: a slot past the pool (found by the device).
+
+    Gradients: of the pool (without donate) and of the new rows.
+    Cost: T rows, plus the pool without ``donate``.
+    """
+    match implementation:
+        case None | "reference" | "blockwise":
+            pass
+        case _ if callable(implementation):
+            return implementation(cache, kv_TE, k_TI, slot_T, index_slot_T=index_slot_T, donate=donate)
+        case _:
+            raise refuse("write_cache", implementation)
+    require_rows("write_cache", kv_TE.shape[0], slot_T=slot_T, k_TI=k_TI, index_slot_T=index_slot_T)
+    require(
+        k_TI is None or cache.index_k is not None,
+        "write_cache",
+        "k_TI must be None for a pool without index keys",
+        k_TI,
+    )
+    index_slot_T = slot_T if index_slot_T is None else index_slot_T
+    pools = [cache.kv] if isinstance(cache, JointCache) else [cache.latent, cache.rope]
+    require(_fits(kv_TE, *pools), "write_cache", "kv must have the pool's width and dtype", _kinds(kv_TE, *pools))
+    index_k = cache.index_k
+    if k_TI is not None and index_k is not None:
+        require(_fits(k_TI, index_k), "write_cache", "k must have index_k's width and dtype", _kinds(k_TI, index_k))
+        index_k = _put(index_k, k_TI, index_slot_T, donate)
+    parts = kv_TE.split([pages.shape[-1] for pages in pools], dim=-1)
+    written = [_put(pages, rows, slot_T, donate) for pages, rows in zip(pools, parts, strict=True)]
+    if isinstance(cache, JointCache):
+        return JointCache(kv=written[0], index_k=index_k)
+    return SplitCache(latent=written[0], rope=written[1], index_k=index_k)
+
+
+def _fits(rows: Tensor, *pools: Tensor) -> bool:
+    return rows.shape[-1] == sum(p.shape[-1] for p in pools) and all(p.dtype == rows.dtype for p in pools)
+
+
+def _kinds(*tensors: Tensor) -> list[tuple[int, torch.dtype]]:
+    return [(x.shape[-1], x.dtype) for x in tensors]
+
+
+def _put(pages: Tensor, rows: Tensor, slot_T: Tensor, donate: bool) -> Tensor:
+    """Write rows at their slots with a fixed number of writes and without waiting for the device.
+
+    Rows with slot -1 repeat the write of the first valid row; where there is none they write back what row 0 holds.
+    Repeated values are detached, so that every gradient counts once.
+    """
+    if slot_T.shape[0] == 0:
+        return pages
+    pool = pages.flatten(0, 1)
+    valid = slot_T >= 0
+    first = valid.to(torch.int8).argmax()
+    any_valid = valid.any()
+    spare_slot = torch.where(any_valid, slot_T[first], 0)
+    spare_row = torch.where(any_valid, rows[first], pool[0]).detach()
+    slots = torch.where(valid, slot_T, spare_slot).long()
+    values = torch.where(valid[:, None], rows, spare_row)
+    values = torch.cat([torch.where(any_valid, values[:1], pool[:1]), values[1:]])
+    written = pool.index_copy_(0, slots, values) if donate else pool.index_copy(0, slots, values)
+    return written.unflatten(0, pages.shape[:2])

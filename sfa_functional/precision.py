@@ -1,0 +1,35 @@
+"""Which dtype a sum is taken in, and the checks that every public function makes of its arguments."""
+
+import torch
+from torch import Tensor
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of sums, softmax, norms and rotations: float32, or float64 for float64 input."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def require(ok: bool, function: str, rule: str, got: object) -> None:
+    """Raise ``ValueError("function: rule; got value")`` unless ``ok``. Looks at shapes and dtypes, never at data."""
+    if not ok:
+        raise ValueError(f"{function}: {rule}; got {got}")
+
+
+def require_float(function: str, **tensors: Tensor | None) -> None:
+    """Refuse tensors that are not floating point, and floating tensors of different dtypes."""
+    given = {name: x for name, x in tensors.items() if x is not None}
+    for name, x in given.items():
+        require(x.is_floating_point(), function, f"{name} must be floating point", x.dtype)
+    dtypes = {name: x.dtype for name, x in given.items()}
+    require(len(set(dtypes.values())) <= 1, function, f"{', '.join(dtypes)} must have one dtype", list(dtypes.values()))
+
+
+def require_rows(function: str, count: int, **tensors: Tensor | None) -> None:
+    """Refuse tensors whose first dim is not ``count``."""
+    for name, x in tensors.items():
+        require(
+            x is None or (x.ndim > 0 and x.shape[0] == count),
+            function,
+            f"{name} must have {count} rows",
+            None if x is None else tuple(x.shape),
+        )

@@ -1,0 +1,170 @@
+"""Other ways to choose keys, for experiments: pass one as ``select=`` wherever the lightning indexer would run.
+
+A selector is called by keyword with ``q_TJI, k_SI, w_TJ`` (what the indexer compares; None in a layer without one),
+``q_THE, kv_SE`` (what attention compares), ``start_T, end_T, k`` and ``row_S`` (None, or where a pool holds each key
+row), and returns int32 ``topk_TK``: visible key rows, unused entries -1.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from jaxtyping import Int, Int32
+from torch import Tensor
+
+from . import blockwise
+from .indexer import lightning_indexer
+from .paged import SplitRows, num_rows, present_rows
+from .precision import require
+
+Selector = Callable[..., Int32[Tensor, "T K"]]
+
+
+def window(*, start_T: Int[Tensor, " T"], end_T: Int[Tensor, " T"], k: int, **_: Any) -> Int32[Tensor, "T K"]:
+    """Choose the last k visible keys: a sliding window.
+
+    Args:
+        start_T: first visible key row of each query.
+        end_T: one past the last.
+        k: keys to choose, >= 1.
+
+    Returns:
+        int32 ``topk_TK``, ascending, then -1.
+
+    Raises:
+        ValueError: k < 1.
+
+    Source: Beltagy et al., "Longformer" (2020), section 3.1.
+    """
+    require(k >= 1, "window", "k must be >= 1", k)
+    first_T1 = torch.maximum(start_T, end_T - k).clamp(min=0)[:, None]
+    rows_TK = first_T1 + torch.arange(k, device=start_T.device)
+    return torch.where(rows_TK < end_T[:, None], rows_TK, -1).to(torch.int32)
+
+
+def random_keys(generator: torch.Generator) -> Selector:
+    """Return a selector that chooses k visible keys at random, the same ones for the same shapes.
+
+    Args:
+        generator: gives the selector its seed (one number is drawn from it, here); calls draw nothing from it, so a
+            second call with the same arguments returns the same keys. Two layers of equal shapes get the same keys
+            from one selector: make one per layer where that matters.
+
+    Returns:
+        A selector.
+    """
+    seed = int(torch.randint(2**62, (), generator=generator, device=generator.device))
+
+    def select(
+        *, kv_SE: Tensor | SplitRows, start_T: Tensor, end_T: Tensor, k: int, row_S: Tensor | None, **_: Any
+    ) -> Tensor:
+        numbers = torch.Generator().manual_seed(seed)
+
+        def score(queries: slice, low: int, high: int) -> Tensor:
+            return torch.rand(queries.stop - queries.start, high - low, generator=numbers).to(start_T.device)
+
+        return _best(score, start_T, end_T, _num_keys(kv_SE, row_S), k)
+
+    return select
+
+
+def block_topk(block: int) -> Selector:
+    """Return a selector that chooses whole blocks of neighbouring keys by their best index score.
+
+    Every key gets the highest score among the visible keys of its block, blocks being runs of ``block`` rows from
+    the query's first visible row; then the k best keys are chosen, ties to the lower row. Where k is a multiple of
+    ``block``, these are whole blocks (the last visible one may be cut by what the query sees).
+
+    Args:
+        block: rows of a block, >= 1; 1 is the lightning indexer.
+
+    Returns:
+        A selector; it needs the layer's indexer.
+
+    Raises:
+        ValueError: block < 1; in the call: a layer without an indexer.
+
+    Source: the block selection of Yuan et al., "Native Sparse Attention" (2025), section 3.3.2, with index scores.
+    """
+    require(block >= 1, "block_topk", "block must be >= 1", block)
+
+    def select(
+        *,
+        q_TJI: Tensor | None,
+        k_SI: Tensor | None,
+        w_TJ: Tensor | None,
+        start_T: Tensor,
+        end_T: Tensor,
+        k: int,
+        row_S: Tensor | None,
+        **_: Any,
+    ) -> Tensor:
+        if q_TJI is None or k_SI is None or w_TJ is None:
+            raise ValueError("block_topk: the layer must have an indexer; got none")
+        if block == 1:
+            return lightning_indexer(q_TJI, k_SI, w_TJ, start_T, end_T, k=k, row_S=row_S)
+        rows_SI = k_SI if row_S is None else present_rows(k_SI, row_S)
+
+        def score(queries: slice, low: int, high: int) -> Tensor:
+            score_ts = blockwise.index_scores(q_TJI[queries], rows_SI[low:high], w_TJ[queries])
+            s_s = torch.arange(low, high, device=start_T.device)
+            seen_ts = blockwise.visible(s_s, start_T[queries], end_T[queries]) & ~score_ts.isnan()
+            block_ts = (s_s - start_T[queries].clamp(min=0)[:, None]).clamp(min=0) // block
+            lowest_ts = torch.full_like(score_ts, -torch.inf)
+            best_ts = lowest_ts.scatter_reduce(1, block_ts, torch.where(seen_ts, score_ts, lowest_ts), "amax")
+            return torch.where(seen_ts, best_ts.gather(1, block_ts), torch.nan)
+
+        return _best(score, start_T, end_T, rows_SI.shape[0], k, heads=q_TJI.shape[1])
+
+    return select
+
+
+def best_keys(scale: float) -> Selector:
+    """Return a selector that chooses the k keys with the most attention mass, summed over heads: the upper bound.
+
+    ``p[t, s] = mean over heads of softmax_s(scale · q[t, h] · kv[s])`` over the visible keys, then the k largest.
+    No selection of k keys for all heads keeps more of the dense attention's mass.
+
+    Args:
+        scale: of the logits, ``config.softmax_scale``.
+
+    Returns:
+        A selector. It computes dense attention's weights, a tile of queries at a time.
+    """
+
+    def select(
+        *,
+        q_THE: Tensor,
+        kv_SE: Tensor | SplitRows,
+        start_T: Tensor,
+        end_T: Tensor,
+        k: int,
+        row_S: Tensor | None,
+        **_: Any,
+    ) -> Tensor:
+        def score(queries: slice, low: int, high: int) -> Tensor:
+            ranges = start_T[queries], end_T[queries], (low, high)
+            return blockwise.mean_weights(q_THE[queries].detach(), kv_SE, *ranges, scale=scale, row_S=row_S)
+
+        return _best(score, start_T, end_T, _num_keys(kv_SE, row_S), k, heads=q_THE.shape[1])
+
+    return select
+
+
+def _best(
+    score: Callable[[slice, int, int], Tensor], start_T: Tensor, end_T: Tensor, num_keys: int, k: int, *, heads: int = 1
+) -> Tensor:
+    """Choose the k best visible keys by scores that ``score(queries, low, high)`` gives for a tile."""
+    require(k >= 1, "select", "k must be >= 1", k)
+    limit = max(1, blockwise.TILE_VALUES // max(1, num_keys * heads))
+    selections = []
+    for queries, (low, high) in blockwise.query_tiles(start_T, end_T, num_keys, limit):
+        with torch.no_grad():
+            score_ts = score(queries, low, high)
+        topk_tK = blockwise.select_topk(score_ts, start_T[queries] - low, end_T[queries] - low, k=k)
+        selections.append(torch.where(topk_tK >= 0, topk_tK + low, -1))
+    return torch.cat(selections).to(torch.int32)
+
+
+def _num_keys(kv_SE: Tensor | SplitRows, row_S: Tensor | None) -> int:
+    return num_rows(kv_SE) if row_S is None else row_S.shape[0]

@@ -1,0 +1,1 @@
+"""Bringing a layer's parameters to where they are needed: checkpoints today."""
