@@ -19,7 +19,7 @@ eval: setup
 	$(BIN)/sfa eval --untrained
 
 test: setup
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2
 
 lint: setup
 	$(BIN)/ruff check .

@@ -19,6 +19,7 @@ from .paged import (
     init_cache,
     map_selection,
     token_slots,
+    validate_block_table,
     write_cache,
 )
 from .batch import Batch, global_selection, local_selection
@@ -77,6 +78,7 @@ __all__ = [
     "init_cache",
     "map_selection",
     "token_slots",
+    "validate_block_table",
     "write_cache",
     "Batch",
     "global_selection",

@@ -80,7 +80,7 @@ def sparse_attention(
 
 def dense_attention(
     q_THE: Float[Tensor, "T H E"],
-    kv_SE: Rows,
+    kv_SE: Float[Tensor, "rows E"] | SplitRows,
     start_T: Int[Tensor, " T"],
     end_T: Int[Tensor, " T"],
     *,

@@ -1,5 +1,6 @@
 """A ragged batch as plain vectors: positions, requests, visible ranges and slots of packed query tokens."""
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -7,7 +8,7 @@ import torch
 from jaxtyping import Int, Int32
 from torch import Tensor
 
-from .paged import table_rows, token_slots
+from .paged import table_rows, token_slots, validate_block_table
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -62,7 +63,8 @@ class Batch:
 
         Raises:
             ValueError: lengths that are negative or not integers, ``0 < seq_len < query_len``, different numbers
-                of requests, a sequence longer than its row of the table, or a block size without a table.
+                of requests, a sequence longer than its row of the table or, in a table on the CPU, without a page
+                for each of its tokens, or a block size without a table.
 
         Cost: host arithmetic on B lengths, then vector operations on T tokens.
         Source: the block tables of PagedAttention (Kwon et al., 2023); ranges instead of masks are this library's.
@@ -82,6 +84,8 @@ class Batch:
             _require(block_size >= 1, "block_size must be >= 1", block_size)
             room = block_table.shape[1] * block_size
             _require(max([0, *total]) <= room, f"a sequence must fit its {room} rows of the table", max([0, *total]))
+            if block_table.device.type == "cpu":  # elsewhere it would wait: call validate_block_table yourself
+                validate_block_table(block_table, torch.tensor(total, dtype=torch.int64), block_size=block_size)
             device = block_table.device if device is None else device
             block_table = block_table.to(device)
 
@@ -168,9 +172,9 @@ def _shift(topk_TK: Tensor, batch: Batch, *, sign: int) -> Tensor:
 def _lengths(values: Sequence[int] | Tensor, name: str) -> list[int]:
     listed = values.tolist() if isinstance(values, Tensor) else list(values)
     for value in listed:
-        whole = isinstance(value, int) and not isinstance(value, bool) and value >= 0
+        whole = hasattr(value, "__index__") and not isinstance(value, bool) and value >= 0
         _require(whole, f"{name} must be integers >= 0", repr(value))
-    return listed
+    return [operator.index(value) for value in listed]
 
 
 def _require(ok: bool, rule: str, got: object) -> None:

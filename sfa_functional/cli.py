@@ -1,5 +1,276 @@
-"""The ``sfa`` command."""
+"""The ``sfa`` command: ``sfa eval`` measures a checkpoint's sparse attention.
+
+Bad input ends with one line on standard error and exit code 2; a result file is written beside its place and moved.
+"""
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from rich import box
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+from torch import Tensor, nn
+
+from weights.checkpoint import Checkpoint, check_layers, open_checkpoint
+
+from .bundled import TINY_CHECKPOINT, held_out_text
+from .config import SFAConfig
+from .version import __version__
+
+PARITY_WINDOWS = 8
+"""Window batches on which `sfa eval` compares with transformers, whose dense masks are slow."""
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
 
-def main() -> None:
-    """Run the command."""
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the command; exits with 2 and one line on bad input.
+
+    Args:
+        argv: arguments without the program's name; None takes those of the process.
+    """
+    args = _parser().parse_args(argv)
+    try:
+        args.run(args)
+    except (ValueError, OSError) as error:
+        line = " ".join(str(error).split())
+        sys.exit(_complain(f"sfa {args.command}: {line}"))
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser whose errors are one line."""
+
+    def error(self, message: str) -> NoReturn:
+        sys.exit(_complain(f"{self.prog}: {message}"))
+
+
+def _complain(line: str) -> int:
+    print(line, file=sys.stderr)
+    return 2
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog="sfa", description="DeepSeek Sparse Attention as pure PyTorch functions.")
+    parser.add_argument("--version", action="version", version=f"sfa-functional {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    run = commands.add_parser(
+        "eval",
+        help="measure what sparse attention costs a checkpoint",
+        description="Run a DSA checkpoint with this library's attention: perplexity dense and at each top-k, the "
+        "attention mass that the indexer keeps, and the difference from transformers' own implementation.",
+    )
+    run.add_argument(
+        "checkpoint",
+        nargs="?",
+        type=Path,
+        default=TINY_CHECKPOINT,
+        metavar="CHECKPOINT",
+        help="Hugging Face directory of a deepseek_v32 or glm_moe_dsa model; default: the bundled tiny one",
+    )
+    run.add_argument("--text", type=Path, metavar="FILE", help="UTF-8 text; default: held-out topics of pydoc_data")
+    run.add_argument("--context", type=int, metavar="N", help="tokens of a window; default: 512, or the model's most")
+    run.add_argument(
+        "--topk", type=int, nargs="+", metavar="K", help="keys per query; default: 1/16, 1/8 and 1/4 of the context"
+    )
+    run.add_argument("--dtype", choices=list(DTYPES), default="float32", help="of weights and activations")
+    run.add_argument("--json", type=Path, metavar="OUT", help="also write the numbers to this file")
+    run.add_argument("--untrained", action="store_true", help="also with indexers re-initialised (seed 0)")
+    run.set_defaults(run=evaluate_checkpoint)
+    return parser
+
+
+def evaluate_checkpoint(args: argparse.Namespace) -> None:
+    """Run ``sfa eval``: check everything that can be checked from headers, then load, measure, print and write."""
+    console = Console()
+    _require(args.topk is None or min(args.topk) >= 1, "--topk", "must be >= 1", args.topk and min(args.topk))
+    out: Path | None = args.json
+    if out is not None:
+        _require(out.parent.is_dir() and not out.is_dir(), "--json", "must be a file in an existing directory", out)
+    checkpoint = open_checkpoint(args.checkpoint)
+    config = _read_config(checkpoint)
+    check_layers(checkpoint, config)
+    longest = config.max_position_embeddings
+    context = min(512, longest) if args.context is None else args.context
+    _require(2 <= context <= longest, "--context", f"must be in 2..{longest}, the model's most", context)
+    topks = list(dict.fromkeys(args.topk or [max(1, context // part) for part in (16, 8, 4)]))
+    ids = _read_tokens(checkpoint, args.text)
+    model = _load_model(checkpoint, DTYPES[args.dtype])
+    result = _measure(model, ids, config=config, context=context, topks=topks, untrained=args.untrained)
+    result = {"checkpoint": str(args.checkpoint), "dtype": args.dtype} | result
+    for table in _tables(result):
+        console.print(table)
+    if out is not None:
+        _write_json(out, result)
+
+
+def _measure(
+    model: nn.Module, ids: Tensor, *, config: SFAConfig, context: int, topks: list[int], untrained: bool
+) -> dict[str, Any]:
+    from . import hf_evaluate as hf
+
+    windows = hf.token_windows(ids, context)
+    compared = windows[:PARITY_WINDOWS]
+    steps = len(windows) * (1 + len(topks) * (2 if untrained else 1)) + len(compared) * len(topks)
+    columns = TextColumn("{task.description:28}"), BarColumn(), TimeRemainingColumn()
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("dense", total=steps)
+        tick: Callable[[], None] = lambda: progress.advance(task)  # noqa: E731
+        dense = hf.dense_perplexity(model, windows, config=config, tick=tick)
+        trained, fresh, pairs = {}, {}, []
+        for k in topks:
+            progress.update(task, description=f"top-{k}")
+            trained[str(k)] = hf.sparse_perplexity(model, windows, config=config, k=k, tick=tick)
+            if untrained:
+                progress.update(task, description=f"top-{k}, untrained indexers")
+                params_of = hf.untrained_indexers(model, config=config, seed=0)
+                fresh[str(k)] = hf.sparse_perplexity(model, windows, config=config, k=k, params_of=params_of, tick=tick)
+            progress.update(task, description=f"top-{k}, transformers")
+            pairs.append(hf.parity(model, compared, k=k, tick=tick))
+    return {
+        "context": context,
+        "tokens": sum(w.numel() for w in windows),
+        "perplexity_dense": dense,
+        "perplexity_at_k": {k: perplexity for k, (perplexity, _) in trained.items()},
+        "perplexity_untrained_at_k": {k: perplexity for k, (perplexity, _) in fresh.items()},
+        "layers": {k: [mass._asdict() for mass in layers] for k, (_, layers) in trained.items()},
+        "layers_untrained": {k: [mass._asdict() for mass in layers] for k, (_, layers) in fresh.items()},
+        "parity": {
+            "max_rel": max(pair.max_rel for pair in pairs),
+            "selection_overlap": sum(pair.selection_overlap for pair in pairs) / len(pairs),
+            "tokens": sum(w.numel() for w in compared),
+        },
+        "seconds": {
+            "ours": sum(pair.seconds_ours for pair in pairs),
+            "transformers": sum(pair.seconds_transformers for pair in pairs),
+        },
+    }
+
+
+def _tables(result: dict[str, Any]) -> list[Table]:
+    """Lay the numbers out for a terminal of 80 columns."""
+    dense, ks = result["perplexity_dense"], list(result["perplexity_at_k"])
+    name = Path(result["checkpoint"]).name
+    title = f"{name}, {result['tokens']} tokens in windows of {result['context']}, {result['dtype']}"
+    first = Table(title=f"Perplexity: {title}", box=box.SIMPLE_HEAD, title_justify="left")
+    for heading in ("keys per query", "perplexity", "over dense", "untrained indexers"):
+        first.add_column(heading, justify="right")
+    first.add_row("all (dense)", f"{dense:.3f}", "", "")
+    for k in ks:
+        sparse, fresh = result["perplexity_at_k"][k], result["perplexity_untrained_at_k"].get(k)
+        first.add_row(k, f"{sparse:.3f}", f"{sparse / dense - 1:+.2%}", "-" if fresh is None else f"{fresh:.3f}")
+
+    masses = Table(title="Attention mass kept / by the best k keys", box=box.SIMPLE_HEAD, title_justify="left")
+    masses.add_column("layer", justify="right")
+    for k in ks:
+        masses.add_column(f"k = {k}", justify="right")
+    for layer in range(len(result["layers"][ks[0]])):
+        rows = [result["layers"][k][layer] for k in ks]
+        masses.add_row(str(layer), *(f"{row['mass']:.4f} / {row['best_mass']:.4f}" for row in rows))
+
+    pair, seconds = result["parity"], result["seconds"]
+    same = Table(title=f"Beside transformers, {pair['tokens']} tokens", box=box.SIMPLE_HEAD, title_justify="left")
+    same.add_column("quantity")
+    same.add_column("value", justify="right")
+    same.add_row("largest difference, on the same selections", f"{pair['max_rel']:.1e}")
+    same.add_row("share of its selected keys that ours selects", f"{pair['selection_overlap']:.5f}")
+    same.add_row("seconds in attention layers, ours", f"{seconds['ours']:.2f}")
+    same.add_row("seconds in attention layers, transformers", f"{seconds['transformers']:.2f}")
+    return [first, masses, same]
+
+
+def _read_config(checkpoint: Checkpoint) -> SFAConfig:
+    try:
+        return SFAConfig.from_hf(checkpoint.config)
+    except ValueError as error:
+        raise ValueError(f"{checkpoint.path / 'config.json'}: {error}") from error
+
+
+def _read_tokens(checkpoint: Checkpoint, path: Path | None) -> Tensor:
+    """Read a text as token numbers: by the checkpoint's tokenizer.json, or byte by byte where it has none."""
+    source = "--text" if path is None else f"--text {path}"
+    try:
+        text = held_out_text() if path is None else path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"{source}: must be UTF-8; got byte {error.object[error.start]:#x} at {error.start}"
+        ) from error
+    tokenizer_file = checkpoint.path / "tokenizer.json"
+    if tokenizer_file.exists():
+        from tokenizers import Tokenizer
+
+        try:
+            tokenizer = Tokenizer.from_file(str(tokenizer_file))
+        except Exception as error:  # the library raises its base class
+            raise ValueError(f"{tokenizer_file}: not a tokenizer that can be read: {error}") from error
+        numbers = tokenizer.encode(text, add_special_tokens=False).ids
+    else:
+        numbers = list(text.encode())
+    _require(len(numbers) >= 2, source, "must hold at least two tokens", len(numbers))
+    vocabulary = checkpoint.config.get("vocab_size")
+    known = isinstance(vocabulary, int) and max(numbers) < vocabulary
+    _require(known, source, f"tokens must be below vocab_size {vocabulary}", max(numbers))
+    return torch.tensor(numbers)
+
+
+def _load_model(checkpoint: Checkpoint, dtype: torch.dtype) -> nn.Module:
+    """Load a checkpoint into transformers' model class: safetensors only, no code of the checkpoint's own."""
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    try:
+        import transformers
+    except ImportError as error:
+        raise ValueError(f"transformers must be installed: pip install 'sfa-functional[hf]'; got {error}") from error
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    classes = {
+        "deepseek_v32": transformers.DeepseekV32ForCausalLM,
+        "glm_moe_dsa": transformers.GlmMoeDsaForCausalLM,
+    }
+    try:
+        model, loading = classes[checkpoint.config["model_type"]].from_pretrained(
+            checkpoint.path,
+            dtype=dtype,
+            local_files_only=True,
+            use_safetensors=True,
+            attn_implementation="sdpa",
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # reported below, by name
+        )
+    except Exception as error:  # whatever transformers makes of a broken checkpoint, it is one line here
+        raise ValueError(f"{checkpoint.path}: transformers can't load it: {error}") from error
+    missing = sorted(loading["missing_keys"])
+    if missing:
+        raise ValueError(f"{checkpoint.path}: key {missing[0]} is missing ({len(missing)} in all)")
+    for key, stored, wanted in sorted(loading["mismatched_keys"]):
+        raise ValueError(f"{checkpoint.path}: {key} must have shape {list(wanted)}; got {list(stored)}")
+    return model.eval()
+
+
+def _require(ok: bool, source: str, rule: str, got: object) -> None:
+    if not ok:
+        raise ValueError(f"{source}: {rule}; got {got}")
+
+
+def _write_json(path: Path, result: dict[str, Any]) -> None:
+    """Write beside the place and move, so that a reader never sees half a file."""
+    with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
+        try:
+            json.dump(result, file, indent=1)
+            file.write("\n")
+            file.close()
+            os.replace(file.name, path)
+        except BaseException:
+            Path(file.name).unlink(missing_ok=True)
+            raise
+
+
+if __name__ == "__main__":
+    main()

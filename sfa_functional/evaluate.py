@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .attention import dense_attention, sparse_attention
 from .implementation import Implementation
-from .paged import Rows, map_selection
+from .paged import SplitRows, map_selection
 from .precision import require
 
 
@@ -52,7 +52,7 @@ def difference(a: Tensor, b: Tensor) -> Difference:
 
 def attention_mass(
     q_THE: Float[Tensor, "T H E"],
-    kv_SE: Rows,
+    kv_SE: Float[Tensor, "rows E"] | SplitRows,
     topk_TK: Int32[Tensor, "T K"],
     start_T: Int[Tensor, " T"],
     end_T: Int[Tensor, " T"],

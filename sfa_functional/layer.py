@@ -78,7 +78,9 @@ def sfa_layer(
     cos, sin = rope_cos_sin(batch.position_T.clamp(min=0), config) if rope is None else rope
 
     q_THE, q_latent_TQ, kv_TE = latent_projections(params, x_TD, cos, sin, config=config, implementation=named)
-    k_TI = None if params.indexer is None else index_keys(params.indexer, x_TD, cos, sin, config=config)
+    k_TI = None
+    if params.indexer is not None and (cache is not None or selection is None):
+        k_TI = index_keys(params.indexer, x_TD, cos, sin, config=config)
     kv_SE: Rows = kv_TE
     k_SI = k_TI
     if cache is not None and batch.slot_T is not None:

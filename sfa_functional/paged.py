@@ -171,6 +171,37 @@ def table_rows(block_table_BU: Int32[Tensor, "B U"], *, block_size: int) -> Int[
     return torch.where(block >= 0, block * block_size + offset, -1).flatten()
 
 
+def validate_block_table(
+    block_table_BU: Int32[Tensor, "B U"],
+    seq_len_B: Int[Tensor, " B"],
+    *,
+    block_size: int,
+    num_blocks: int | None = None,
+) -> None:
+    """Refuse a block table in which a request's tokens have no page of the pool; waits for the device.
+
+    Without it, such tokens are written nowhere and attended to by nobody, in silence.
+
+    Args:
+        block_table_BU: page numbers of each request.
+        seq_len_B: tokens of each request.
+        block_size: rows of a page.
+        num_blocks: pages of the pool; None leaves the upper bound unchecked.
+
+    Raises:
+        ValueError: naming the first request and position at fault, and its page.
+    """
+    first_U = torch.arange(block_table_BU.shape[1], device=block_table_BU.device) * block_size
+    held_BU = block_table_BU >= 0
+    if num_blocks is not None:
+        held_BU = held_BU & (block_table_BU < num_blocks)
+    lacking_BU = (first_U < seq_len_B.to(block_table_BU.device)[:, None]) & ~held_BU
+    for b, u in lacking_BU.nonzero()[:1].tolist():
+        pool = "" if num_blocks is None else f" in 0..{num_blocks - 1}"
+        rule = f"position {u * block_size} of request {b} must have a page{pool}"
+        raise ValueError(f"block_table: {rule}; got {int(block_table_BU[b, u])}")
+
+
 def init_cache(
     config: SFAConfig,
     *,

@@ -3,10 +3,7 @@
 ``torch.compile(fullgraph=True)`` can't trace the checks, so a process that sets ``SFA_UNCHECKED`` goes without.
 """
 
-import json
 import os
-from pathlib import Path
-from typing import Any
 
 import jaxtyping
 import pytest
@@ -15,14 +12,12 @@ import torch
 if "SFA_UNCHECKED" not in os.environ:
     jaxtyping.install_import_hook(["sfa_functional", "sharding", "weights"], "beartype.beartype")
 
-VECTORS = Path(__file__).parent / "vectors"
-
 
 @pytest.fixture(autouse=True)
 def _one_seed():
-    """Give every test the same random state, and two threads at most."""
+    """Give every test the same random state, and one thread: `make test` runs one process per core."""
     torch.manual_seed(0)
-    torch.set_num_threads(2)
+    torch.set_num_threads(1)
 
 
 @pytest.fixture
@@ -31,8 +26,3 @@ def unchecked():
     jaxtyping.config.update("jaxtyping_disable", True)
     yield
     jaxtyping.config.update("jaxtyping_disable", False)
-
-
-def read_vectors(name: str) -> Any:
-    """Read one of the bundled vector files."""
-    return json.loads((VECTORS / name).read_text())

@@ -4,7 +4,7 @@
 
 Bytes are tokens. First the whole model learns with dense attention, its indexers idle; then the indexers alone learn
 to predict that attention (`indexer_kl` over all visible keys), as in the published recipe. The text is
-`sfa_functional.text.training_text`; `held_out_text` is never read. About half an hour on two cores.
+`sfa_functional.bundled.training_text`; `held_out_text` is never read. About half an hour on two cores.
 """
 
 import argparse
@@ -31,8 +31,8 @@ from sfa_functional import (
     rms_norm,
     rotate,
 )
+from sfa_functional.bundled import TINY_CHECKPOINT, training_text
 from sfa_functional.hf import attention_modules, layer_params, load_params, module_config, replace_attention
-from sfa_functional.text import training_text
 
 CONTEXT = 512
 
@@ -177,7 +177,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="train the tiny checkpoint")
     parser.add_argument("--steps", type=int, default=1800, help="steps of dense training")
     parser.add_argument("--warmup", type=int, default=400, help="steps of the indexers' warm-up")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "tiny-dsa")
+    parser.add_argument("--out", type=Path, default=TINY_CHECKPOINT)
     args = parser.parse_args()
     data = torch.frombuffer(bytearray(training_text().encode()), dtype=torch.uint8)
     model = tiny_model()

@@ -1,10 +1,16 @@
-"""English text that comes with every CPython: what the tiny checkpoint learnt from, and what it never saw."""
+"""What comes with the package: a tiny trained checkpoint, the text that it learnt from, and text that it never saw.
+
+The texts are those of CPython itself: docstrings of the standard library and the topics of ``pydoc_data``.
+"""
 
 import ast
 import re
 import sysconfig
 import zlib
 from pathlib import Path
+
+TINY_CHECKPOINT = Path(__file__).parent / "data" / "tiny-dsa"
+"""Directory of a DeepSeek-V3.2 model with four layers; bytes are tokens. ``data/make_tiny_dsa.py`` trains it."""
 
 
 def held_out_text() -> str:

@@ -1,0 +1,277 @@
+"""Measure a transformers DSA model on token windows: perplexity, kept attention mass, and parity with transformers.
+
+The model's embedding, MLPs and head are transformers' code; its attention is this library's, except where the two
+are compared. Nothing here changes the model.
+"""
+
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from .attention import dense_attention
+from .batch import Batch, global_selection, local_selection
+from .config import SFAConfig
+from .evaluate import attention_mass, difference, selection_overlap
+from .hf import attention_modules, layer_params, module_config, replace_attention
+from .latent import latent_output, latent_projections
+from .layer import LayerOutput, sfa_layer
+from .params import LayerParams, init_params
+from .selectors import best_keys
+
+ParamsOf = Callable[[nn.Module], LayerParams]
+
+
+class LayerMass(NamedTuple):
+    """Shares of dense attention's mass, averaged over heads and over the queries that see more than k keys."""
+
+    mass: float  # on the selected keys
+    best_mass: float  # on the k keys that hold most of it
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parity:
+    """How this library and transformers differ on one model."""
+
+    max_rel: float  # largest difference of any layer's output or of the logits, over the largest magnitude
+    selection_overlap: float  # share of transformers' selected keys that ours selects too
+    seconds_ours: float  # spent in attention layers
+    seconds_transformers: float
+
+
+def token_windows(ids: Tensor, context: int) -> list[Tensor]:
+    """Cut tokens into windows of ``context`` tokens, several full ones to a batch; a rest of one token is dropped.
+
+    Args:
+        ids: token numbers, one-dimensional.
+        context: tokens of a window, >= 2.
+
+    Returns:
+        Batches [B, context] of at most 2048 tokens (at least one window), then the shorter rest [1, n].
+    """
+    full = len(ids) // context
+    windows = list(ids[: full * context].view(full, context).split(max(1, 2048 // context))) if full else []
+    rest = ids[full * context :]
+    return [*windows, rest[None]] if len(rest) >= 2 else windows
+
+
+def dense_perplexity(
+    model: nn.Module, windows: Sequence[Tensor], *, config: SFAConfig, tick: Callable[[], None] = lambda: None
+) -> float:
+    """Return the perplexity with every query attending to all that it sees.
+
+    ``exp(mean over predicted tokens of -ln p)``; the first token of a window is not predicted.
+
+    Args:
+        model: a transformers DSA model.
+        windows: token batches from `token_windows`.
+        config: sizes and constants of its attention.
+        tick: called after every window batch.
+    """
+
+    def attend(
+        module: nn.Module, x_TD: Tensor, batch: Batch, rope: tuple[Tensor, Tensor], _: Tensor | None
+    ) -> LayerOutput:
+        params = layer_params(module)
+        q_THE, _q_latent_TQ, kv_TE = latent_projections(params, x_TD, *rope, config=config)
+        scale, value_dim = config.softmax_scale, config.kv_lora_rank
+        out_THL, _lse_TH = dense_attention(q_THE, kv_TE, batch.start_T, batch.end_T, scale=scale, value_dim=value_dim)
+        nothing = torch.empty(x_TD.shape[0], 0, dtype=torch.int32, device=x_TD.device)
+        return LayerOutput(latent_output(params, out_THL, config=config), nothing, None)
+
+    with replace_attention(model, attend, config=config):
+        return _perplexity(model, windows, tick)
+
+
+def sparse_perplexity(
+    model: nn.Module,
+    windows: Sequence[Tensor],
+    *,
+    config: SFAConfig,
+    k: int,
+    params_of: ParamsOf = layer_params,
+    tick: Callable[[], None] = lambda: None,
+) -> tuple[float, list[LayerMass]]:
+    """Return the perplexity with k keys per query, and what the selection keeps of dense attention in each layer.
+
+    Args:
+        model: a transformers DSA model.
+        windows: token batches from `token_windows`.
+        config: sizes and constants of its attention.
+        k: keys per query, >= 1.
+        params_of: gives a module's weights; `untrained_indexers` makes one that replaces the indexers.
+        tick: called after every window batch.
+
+    Returns:
+        ``(perplexity, one LayerMass per layer)``; masses are those of the hidden states that the sparse model sees,
+        and 1 where no query sees more than k keys.
+    """
+    config = replace(config, index_topk=k)
+    modules = attention_modules(model)
+    sums = torch.zeros(len(modules), 3, dtype=torch.float64)
+    number = {id(module): layer for layer, module in enumerate(modules)}
+
+    def attend(
+        module: nn.Module, x_TD: Tensor, batch: Batch, rope: tuple[Tensor, Tensor], selection: Tensor | None
+    ) -> LayerOutput:
+        params = params_of(module)
+        given = selection if params.indexer is None else None
+        output = sfa_layer(params, x_TD, batch, config=config, selection=given, rope=rope)
+        choosing_T = batch.end_T - batch.start_T > k
+        if bool(choosing_T.any()):
+            q_THE, _q_latent_TQ, kv_TE = latent_projections(params, x_TD, *rope, config=config)
+            q_THE, ranges = q_THE[choosing_T], (batch.start_T[choosing_T], batch.end_T[choosing_T])
+            chosen_TK = global_selection(output.selection_TK, batch)[choosing_T]
+            best = best_keys(config.softmax_scale)
+            best_TK = best(q_THE=q_THE, kv_SE=kv_TE, start_T=ranges[0], end_T=ranges[1], k=k, row_S=None)
+            kept = [attention_mass(q_THE, kv_TE, x, *ranges, scale=config.softmax_scale) for x in (chosen_TK, best_TK)]
+            sums[number[id(module)]] += torch.tensor([len(kept[0]), *(float(x.double().sum()) for x in kept)])
+        return output
+
+    with replace_attention(model, attend, config=config):
+        perplexity = _perplexity(model, windows, tick)
+    shares = [LayerMass(m / n, b / n) if n > 0 else LayerMass(1.0, 1.0) for n, m, b in sums.tolist()]
+    return perplexity, shares
+
+
+def untrained_indexers(model: nn.Module, *, config: SFAConfig, seed: int = 0) -> ParamsOf:
+    """Return a ``params_of`` in which every indexer is drawn anew; the model is left alone.
+
+    Args:
+        model: a transformers DSA model.
+        config: sizes of its attention.
+        seed: of the one generator that draws all layers.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    drawn = {}
+    for layer, module in enumerate(attention_modules(model)):
+        weight = layer_params(module).kv_b_proj
+        fresh = init_params(config, layer=layer, generator=generator, dtype=weight.dtype, device=weight.device)
+        drawn[id(module)] = fresh.indexer
+    return lambda module: replace(layer_params(module), indexer=drawn[id(module)])
+
+
+def parity(model: nn.Module, windows: Sequence[Tensor], *, k: int, tick: Callable[[], None] = lambda: None) -> Parity:
+    """Compare this library's attention with transformers' own, layer by layer and at the logits.
+
+    Outputs are compared on the selections that transformers made, replayed through ours: a near-tie at the cut may
+    flip a key, which says nothing about the arithmetic. Our own selections are made beside it, from the same hidden
+    states, and compared as sets on the queries that see more than k keys. The live model's epsilons are used.
+
+    Args:
+        model: a transformers DSA model whose attention implementation is "sdpa" or "eager".
+        windows: token batches from `token_windows`; the first is also run once beforehand, untimed.
+        k: keys per query, >= 1.
+        tick: called after every window batch.
+
+    Returns:
+        `Parity`.
+    """
+    modules = attention_modules(model)
+    config = replace(module_config(modules[0]), index_topk=k)
+    theirs = _Recorder(modules)
+    worst, hits, rows, seconds = 0.0, 0.0, 0, 0.0
+    outputs: list[Tensor] = []
+    own: list[Tensor] = []
+
+    def attend(
+        module: nn.Module, x_TD: Tensor, batch: Batch, rope: tuple[Tensor, Tensor], _: Tensor | None
+    ) -> LayerOutput:
+        nonlocal hits, rows, seconds
+        layer = len(outputs)
+        params = layer_params(module)
+        given = None if params.indexer is not None else own[-1]
+        began = time.perf_counter()
+        mine = sfa_layer(params, x_TD, batch, config=config, selection=given, rope=rope)
+        seconds += time.perf_counter() - began
+        own.append(mine.selection_TK)
+        recorded = theirs.selections[layer].flatten(0, 1).to(torch.int32)
+        seen_TK = local_selection(global_selection(recorded, batch), batch)
+        choosing_T = batch.end_T - batch.start_T > k
+        hits += float(selection_overlap(mine.selection_TK[choosing_T], seen_TK[choosing_T]).double().sum())
+        rows += int(choosing_T.sum())
+        replayed = sfa_layer(params, x_TD, batch, config=config, selection=seen_TK, rope=rope)
+        outputs.append(replayed.y_TD)
+        return replayed
+
+    for step, ids in enumerate([windows[0], *windows]):
+        with torch.no_grad(), theirs.recording(k):
+            want = model(ids, use_cache=False).logits
+        outputs.clear()
+        own.clear()
+        with torch.no_grad(), replace_attention(model, attend, config=config):
+            got = model(ids, use_cache=False).logits
+        pairs = [(got, want), *zip(outputs, (y.flatten(0, 1) for y in theirs.outputs), strict=True)]
+        worst = max([worst, *(difference(a, b).max_rel for a, b in pairs)])
+        if step == 0:  # the first run warms up
+            hits, rows, seconds, theirs.seconds = 0.0, 0, 0.0, 0.0
+        else:
+            tick()
+    return Parity(
+        max_rel=worst,
+        selection_overlap=hits / rows if rows else 1.0,
+        seconds_ours=seconds,
+        seconds_transformers=theirs.seconds,
+    )
+
+
+class _Recorder:
+    """Keeps what transformers' attention modules select and return in one forward pass, and the time they take."""
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        self.modules = modules
+        self.selections: list[Tensor] = []
+        self.outputs: list[Tensor] = []
+        self.seconds = 0.0
+
+    @contextmanager
+    def recording(self, k: int) -> Iterator[None]:
+        """Record a forward pass in which the model's own indexers select k keys."""
+        self.selections, self.outputs = [], []
+        began = 0.0
+
+        def before(*_: Any) -> None:
+            nonlocal began
+            began = time.perf_counter()
+
+        def after(_module: nn.Module, _inputs: Any, result: tuple[Any, ...]) -> None:
+            self.seconds += time.perf_counter() - began
+            self.outputs.append(result[0])
+            if len(self.selections) < len(self.outputs):  # a shared layer attends to the selection before
+                self.selections.append(self.selections[-1])
+
+        def selected(_module: nn.Module, _inputs: Any, indices: Tensor) -> None:
+            self.selections.append(indices)
+
+        live: list[Any] = list(self.modules)
+        indexers = [m.indexer for m in live if m.indexer is not None]
+        kept = [indexer.index_topk for indexer in indexers]
+        hooks = [hook for m in live for hook in (m.register_forward_pre_hook(before), m.register_forward_hook(after))]
+        hooks += [indexer.register_forward_hook(selected) for indexer in indexers]
+        try:
+            for indexer in indexers:
+                indexer.index_topk = k
+            yield
+        finally:
+            for indexer, number in zip(indexers, kept, strict=True):
+                indexer.index_topk = number
+            for hook in hooks:
+                hook.remove()
+
+
+def _perplexity(model: nn.Module, windows: Sequence[Tensor], tick: Callable[[], None]) -> float:
+    total, count = 0.0, 0
+    for ids in windows:
+        with torch.no_grad():
+            logits = model(ids, use_cache=False).logits[:, :-1].flatten(0, 1)
+        target = ids[:, 1:].flatten()
+        total += float(cross_entropy(logits.float(), target, reduction="none").double().sum())
+        count += len(target)
+        tick()
+    return math.exp(total / count)

@@ -1,0 +1,356 @@
+"""Attention layers out of safetensors checkpoints, one at a time, and into them; pickles are never read."""
+
+import json
+import math
+import os
+import shutil
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeGuard
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from sfa_functional import DEEPSEEK_NAMES, HF_NAMES, LayerParams, SFAConfig, param_shapes
+from sfa_functional.params import NORM_FIELDS, named_fields, params_from_fields
+
+LAYOUTS = (("model.layers.{}.self_attn.", HF_NAMES), ("layers.{}.attn.", DEEPSEEK_NAMES))
+"""The prefixes and name tables a layer is looked for under, in this order."""
+
+DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+"""What may be stored: the names of the safetensors format."""
+
+MAX_HEADER = 100_000_000
+"""Bytes of the longest header that the safetensors library reads."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checkpoint:
+    """What stands in a checkpoint: plain values, no open files and no weights."""
+
+    path: Path
+    config: Mapping[str, Any]  # config.json, parsed; `SFAConfig.from_hf` reads it
+    files: Mapping[str, Path]  # key -> the file that holds it
+    tensors: Mapping[str, tuple[str, tuple[int, ...]]]  # key -> dtype as stored ("BF16", ...) and shape
+
+
+def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
+    """Read what a checkpoint holds, without its weights.
+
+    The directory has a ``config.json`` and either ``model.safetensors`` or ``model.safetensors.index.json`` with the
+    files that it names; where there are both, the single file counts, as in transformers. An index may only name
+    files inside the directory. Links are followed before that is judged; the one place outside that they may lead to
+    is the blob store of the Hugging Face cache that the directory is a snapshot of.
+
+    Args:
+        path: the directory.
+
+    Returns:
+        `Checkpoint`.
+
+    Raises:
+        ValueError: in one line with file, rule and value: no such directory, a file that is missing, unreadable,
+            truncated or not what its name says, an index that names a file outside the directory or a key that the
+            file lacks, or weights that are there only as pickles.
+
+    Cost: reads config.json, the index and every file's header; no tensor.
+    Source: the format section of the safetensors README; Hugging Face transformers 5.24, modeling_utils.py, for the
+    order of the names.
+    """
+    directory = Path(path).absolute()
+    try:
+        if not directory.is_dir():
+            raise _refusal("open_checkpoint", directory, "must be a directory", _kind(directory))
+        config = _read_object(directory / "config.json")
+        single, index = directory / "model.safetensors", directory / "model.safetensors.index.json"
+        if single.exists():
+            tensors = _read_header(single)
+            return Checkpoint(path=directory, config=config, files=dict.fromkeys(tensors, single), tensors=tensors)
+        if index.exists():
+            files, tensors = _read_index(index)
+            return Checkpoint(path=directory, config=config, files=files, tensors=tensors)
+        raise _no_weights(directory)
+    except OSError as error:
+        where = error.filename or directory
+        raise _refusal("open_checkpoint", where, "must be readable", error.strerror or error) from error
+
+
+def check_layers(checkpoint: Checkpoint, config: SFAConfig) -> None:
+    """Check that a checkpoint holds the attention of every layer, in the shapes and dtypes that `load_layer` reads.
+
+    Args:
+        checkpoint: from `open_checkpoint`.
+        config: the model's sizes; its schedule decides which layers have an indexer.
+
+    Raises:
+        ValueError: the first key that is missing, has another shape or a dtype that can't be read, in one line.
+
+    Cost: looks at the headers that `open_checkpoint` has read; opens no file.
+    """
+    for layer in range(config.num_layers):
+        _layer_keys("check_layers", checkpoint, layer, config)
+
+
+def load_layer(
+    checkpoint: Checkpoint, layer: int, *, config: SFAConfig, dtype: torch.dtype = torch.float32
+) -> LayerParams:
+    """Read one layer's attention weights.
+
+    Both spellings of the keys are known: Hugging Face's (``model.layers.{i}.self_attn.``) and that of DeepSeek's own
+    inference code (``layers.{i}.attn.``).
+
+    Args:
+        checkpoint: from `open_checkpoint`.
+        layer: 0-based number.
+        config: the model's sizes; its schedule decides whether there is an indexer, not the keys present.
+        dtype: of the projections: float64, float32, float16 or bfloat16. Norm weights are float32, or float64 for a
+            float64 layer.
+
+    Returns:
+        `LayerParams` on the CPU in memory of their own: the files may change or go afterwards. Each tensor is
+        contiguous, so that `split_kv_b` gives views.
+
+    Raises:
+        ValueError: in one line: the layer does not exist, another dtype, a key that is missing, has another shape or
+            a stored dtype other than F64, F32, F16 and BF16, or a file that changed since it was opened.
+
+    Cost: reads this layer's bytes, from the files that hold them; one tensor more than the result in memory.
+    Source: deepseek-ai/DeepSeek-V3.2-Exp, inference/convert.py, for the second spelling.
+    """
+    if dtype not in DTYPES.values():
+        allowed = ", ".join(str(d) for d in DTYPES.values())
+        raise _refusal("load_layer", checkpoint.path, f"dtype must be one of {allowed}", dtype)
+    keys = _layer_keys("load_layer", checkpoint, layer, config)
+    tensors: dict[str, Tensor] = {}
+    for file in sorted({checkpoint.files[key] for key in keys.values()}):
+        held = {field: key for field, key in keys.items() if checkpoint.files[key] == file}
+        tensors |= _read_tensors(checkpoint, file, held, dtype)
+    return params_from_fields(tensors)
+
+
+def save_checkpoint(path: str | os.PathLike[str], layers: Sequence[LayerParams], config: SFAConfig) -> None:
+    """Write the attention weights of all layers as a checkpoint in Hugging Face's layout.
+
+    The directory gets ``config.json`` (`SFAConfig.to_hf`, and the projections' ``dtype``) and ``model.safetensors``.
+    It is written under another name beside ``path`` and renamed when complete, so that ``path`` holds all or nothing.
+
+    Args:
+        path: a directory that does not exist or is empty: nothing is ever overwritten. Missing parents are made.
+        layers: one `LayerParams` per layer of the config, in order; stored bit for bit, each tensor in its dtype.
+        config: the model's sizes; must be one that config.json can hold.
+
+    Raises:
+        ValueError: in one line: another number of layers, an indexer where the schedule has none or the reverse, a
+            wrong shape or dtype, projections of several dtypes, a directory with files in it, or one that can't be
+            written.
+
+    Cost: writes every weight once; copies to the CPU what is not there.
+    Source: the format section of the safetensors README.
+    """
+    target = Path(os.path.realpath(path))
+    tensors, dtype = _collect(target, layers, config)
+    read_back = SFAConfig.from_hf(config.to_hf())
+    lost = {name: value for name, value in vars(config).items() if value != getattr(read_back, name)}
+    if lost:
+        raise _refusal("save_checkpoint", target, "config must be one that config.json can hold", lost)
+    try:
+        if target.exists() and not (target.is_dir() and not any(target.iterdir())):
+            got = "a directory with files in it" if target.is_dir() else "a file"
+            raise _refusal("save_checkpoint", target, "must not exist or be an empty directory", got)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as scratch:
+            complete = Path(scratch) / "checkpoint"
+            complete.mkdir()
+            written = complete / "config.json"
+            written.write_text(json.dumps(config.to_hf() | {"dtype": dtype}, indent=2) + "\n", encoding="utf-8")
+            save_file(tensors, complete / "model.safetensors", metadata={"format": "pt"})
+            shutil.copymode(written, complete / "model.safetensors")  # safetensors writes for the owner only
+            complete.replace(target)
+    except (OSError, SafetensorError) as error:
+        raise _refusal("save_checkpoint", target, "must be writable", error) from error
+
+
+def _refusal(function: str, where: object, rule: str, got: object) -> ValueError:
+    line = f"{function}: {where}: {rule}; got {got}"
+    return ValueError(" ".join(line.split()))  # keys, paths and the errors of others may hold line breaks
+
+
+def _kind(path: Path) -> str:
+    if path.is_dir():
+        return "a directory"
+    return "a file" if path.exists() else "nothing of that name"
+
+
+def _read_object(file: Path) -> dict[str, Any]:
+    if not file.is_file():
+        raise _refusal("open_checkpoint", file, "must be a file", _kind(file))
+    return _parse_object(file, file.read_bytes())
+
+
+def _parse_object(file: Path, text: bytes) -> dict[str, Any]:
+    try:
+        parsed = json.loads(text.decode("utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise _refusal("open_checkpoint", file, "must hold JSON", error) from error
+    if not isinstance(parsed, dict):
+        raise _refusal("open_checkpoint", file, "must hold a JSON object", type(parsed).__name__)
+    return parsed
+
+
+def _no_weights(directory: Path) -> ValueError:
+    pickles = sorted(file.name for file in directory.iterdir() if file.suffix in (".bin", ".pt", ".pth"))
+    if pickles:
+        rule = "weights must be safetensors: reading a pickle can run code that is in it"
+        return _refusal("open_checkpoint", directory, rule, pickles[0])
+    rule = "must hold model.safetensors or model.safetensors.index.json"
+    others = sorted(file.name for file in directory.glob("*.safetensors"))
+    return _refusal("open_checkpoint", directory, rule, others[0] if others else "neither")
+
+
+def _read_header(file: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Read the dtype and shape of every tensor of a file, and check that its data is all there.
+
+    A file is the header's length in 8 bytes, little endian, the header as JSON, and the tensors without gaps.
+    """
+    if not file.is_file():
+        raise _refusal("open_checkpoint", file, "must be a file", _kind(file))
+    size = file.stat().st_size
+    with file.open("rb") as stream:
+        length = int.from_bytes(stream.read(8), "little")
+        if size < 8 or length > min(size - 8, MAX_HEADER):
+            rule = f"the header must fit into the file's {size} bytes and {MAX_HEADER}"
+            raise _refusal("open_checkpoint", file, rule, f"a header of {length} bytes")
+        header = _parse_object(file, stream.read(length))
+    header.pop("__metadata__", None)
+    tensors, ranges = {}, []
+    for key, entry in header.items():
+        dtype, shape, (begin, end) = _read_entry(file, key, entry)
+        tensors[key] = dtype, shape
+        ranges.append((begin, end, key))
+    last = 0
+    for begin, end, key in sorted(ranges):
+        if begin != last:
+            raise _refusal("open_checkpoint", file, f"data of {key!r} must begin at byte {last}", begin)
+        last = end
+    if last != size - 8 - length:
+        rule = f"must hold the {last} bytes of data that its header names"
+        raise _refusal("open_checkpoint", file, rule, f"{size - 8 - length} bytes")
+    return tensors
+
+
+def _read_entry(file: Path, key: str, entry: Any) -> tuple[str, tuple[int, ...], tuple[int, int]]:
+    """Read one tensor's dtype, shape and range of bytes."""
+    found = entry if isinstance(entry, dict) else {}
+    dtype, shape, span = (found.get(name) for name in ("dtype", "shape", "data_offsets"))
+    if not (isinstance(dtype, str) and _counts(shape) and _counts(span) and len(span) == 2 and span[0] <= span[1]):
+        rule = f"header of {key!r} must give a dtype, a shape and data_offsets [begin, end]"
+        raise _refusal("open_checkpoint", file, rule, repr(entry)[:100])
+    if dtype in DTYPES and span[1] - span[0] != math.prod(shape) * DTYPES[dtype].itemsize:
+        rule = f"{key!r} must have {math.prod(shape) * DTYPES[dtype].itemsize} bytes, {dtype} {shape}"
+        raise _refusal("open_checkpoint", file, rule, span[1] - span[0])
+    return dtype, tuple(shape), (span[0], span[1])
+
+
+def _counts(values: Any) -> TypeGuard[list[int]]:
+    return isinstance(values, list) and all(type(n) is int and n >= 0 for n in values)
+
+
+def _read_index(index: Path) -> tuple[dict[str, Path], dict[str, tuple[str, tuple[int, ...]]]]:
+    """Read which file holds each key, and the headers of those files."""
+    weight_map = _read_object(index).get("weight_map")
+    if not isinstance(weight_map, dict):
+        raise _refusal("open_checkpoint", index, "weight_map must be an object", type(weight_map).__name__)
+    for key, name in weight_map.items():
+        if not isinstance(name, str):
+            raise _refusal("open_checkpoint", index, f"weight_map of {key!r} must be a file name", repr(name)[:100])
+    headers = {name: _read_header(_inside(index, name)) for name in sorted(set(weight_map.values()))}
+    for key, name in weight_map.items():
+        if key not in headers[name]:
+            rule = f"must hold {key!r}, as the index says"
+            raise _refusal("open_checkpoint", index.parent / name, rule, "no such key")
+    files = {key: index.parent / name for key, name in weight_map.items()}
+    return files, {key: headers[name][key] for key, name in weight_map.items()}
+
+
+def _inside(index: Path, name: str) -> Path:
+    """Return the path of a file that an index names, once it is certain that it lies where it may."""
+    directory = Path(os.path.realpath(index.parent))
+    # the Hugging Face cache: <cache>/<repository>/snapshots/<commit> links to blobs, the repository's or the cache's
+    around = directory.parents[1:3] if directory.parent.name == "snapshots" else ()
+    allowed = [directory, *(parent / "blobs" for parent in around)]
+    plain = "\0" not in name and not Path(name).is_absolute() and ".." not in Path(name).parts
+    if not plain or not any(Path(os.path.realpath(directory / name)).is_relative_to(root) for root in allowed):
+        raise _refusal("open_checkpoint", index, "weight_map must name files inside the directory", repr(name))
+    return index.parent / name
+
+
+def _layer_keys(function: str, checkpoint: Checkpoint, layer: int, config: SFAConfig) -> dict[str, str]:
+    """Return the key of every field of a layer, once keys, shapes and dtypes are known to be right."""
+    if not 0 <= layer < config.num_layers:
+        raise _refusal(function, checkpoint.path, f"layer must be in 0..{config.num_layers - 1}", layer)
+    shapes = param_shapes(config, layer=layer)
+    spelled = [{field: prefix.format(layer) + names[field] for field in shapes} for prefix, names in LAYOUTS]
+    keys = next((keys for keys in spelled if any(key in checkpoint.tensors for key in keys.values())), spelled[0])
+    for field, key in keys.items():
+        if key not in checkpoint.tensors:
+            raise _refusal(function, checkpoint.path, f"must hold {key}", "no such key")
+        dtype, shape = checkpoint.tensors[key]
+        if dtype not in DTYPES:
+            rule = f"{key} must be {', '.join(DTYPES)} (fp8 and integers are not supported in this version)"
+            raise _refusal(function, checkpoint.files[key], rule, dtype)
+        if shape != shapes[field]:
+            raise _refusal(function, checkpoint.files[key], f"{key} must be {list(shapes[field])}", list(shape))
+    return keys
+
+
+def _read_tensors(checkpoint: Checkpoint, file: Path, keys: dict[str, str], dtype: torch.dtype) -> dict[str, Tensor]:
+    """Read the fields of one layer that lie in one file, each into memory of its own."""
+    norm_dtype = torch.float64 if dtype == torch.float64 else torch.float32
+    tensors = {}
+    try:
+        with safe_open(file, framework="pt", device="cpu") as stream:
+            for field, key in keys.items():
+                stored = stream.get_tensor(key)
+                name, shape = checkpoint.tensors[key]
+                if (stored.dtype, tuple(stored.shape)) != (DTYPES[name], shape):
+                    rule = f"{key} must be {name} {list(shape)} as when it was opened"
+                    raise _refusal("load_layer", file, rule, f"{stored.dtype} {list(stored.shape)}")
+                kept = norm_dtype if field in NORM_FIELDS else dtype
+                tensors[field] = stored.to(kept, copy=True)  # without the copy it would lie in the mapped file
+    except (OSError, SafetensorError) as error:
+        raise _refusal("load_layer", file, "must be as when it was opened", error) from error
+    return tensors
+
+
+def _collect(target: Path, layers: Sequence[LayerParams], config: SFAConfig) -> tuple[dict[str, Tensor], str]:
+    """Return all layers' tensors by key, ready to be written, and the name of the projections' dtype."""
+    if len(layers) != config.num_layers:
+        raise _refusal("save_checkpoint", target, f"layers must be {config.num_layers}", len(layers))
+    prefix, names = LAYOUTS[0]
+    tensors: dict[str, Tensor] = {}
+    dtypes, seen = set(), set()
+    for layer, params in enumerate(layers):
+        shapes, given = param_shapes(config, layer=layer), dict(named_fields(params))
+        if shapes.keys() != given.keys():
+            rule = f"layer {layer} must {'have an' if 'indexer.wk' in shapes else 'have no'} indexer"
+            raise _refusal("save_checkpoint", target, rule, sorted(given))
+        for field, tensor in given.items():
+            if tuple(tensor.shape) != shapes[field]:
+                rule = f"{field} of layer {layer} must be {list(shapes[field])}"
+                raise _refusal("save_checkpoint", target, rule, list(tensor.shape))
+            if tensor.dtype not in DTYPES.values():
+                rule = f"{field} of layer {layer} must be stored as {', '.join(DTYPES)}"
+                raise _refusal("save_checkpoint", target, rule, tensor.dtype)
+            if field not in NORM_FIELDS:
+                dtypes.add(str(tensor.dtype).removeprefix("torch."))
+            own = tensor.detach().cpu().contiguous()
+            place = own.untyped_storage().data_ptr()
+            tensors[prefix.format(layer) + names[field]] = own.clone() if place in seen else own  # no two share memory
+            seen.add(place)
+    if len(dtypes) != 1:
+        raise _refusal("save_checkpoint", target, "projections must have one dtype", sorted(dtypes))
+    return tensors, dtypes.pop()
