@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from .paged import SplitRows, fetch_rows, num_rows
+from .paged import SplitRows, fetch_rows, map_rows, num_rows
 from .precision import wide
 
 TILE_VALUES = 2**22
@@ -27,6 +27,7 @@ def sparse_attention(
 ) -> tuple[Tensor, Tensor]:
     """Attend to selected rows: gather a tile's rows, then two batched products. See `attention.sparse_attention`."""
     rows = max(1, TILE_VALUES // max(1, topk_TK.shape[1] * q_THE.shape[2]))
+    kv = map_rows(kv, summed_wide)
     outs, lses = [], []
     for q_tHE, topk_tK in zip(q_THE.split(rows), topk_TK.split(rows), strict=True):
         kv_tKE = fetch_rows(kv, topk_tK).to(wide(q_THE.dtype))
@@ -35,6 +36,15 @@ def sparse_attention(
         outs.append((p_tHK @ kv_tKE[..., :value_dim]).to(q_THE.dtype))
         lses.append(lse_tH)
     return torch.cat(outs), torch.cat(lses)
+
+
+def summed_wide(rows: Tensor) -> Tensor:
+    """Cast key rows whose gradient is wanted to the dtype of sums, once for all tiles and queries.
+
+    A row's gradient is a sum over all queries that use it; in bfloat16 that sum would stop growing at 256 ones.
+    Without a gradient nothing is cast here: a pool may be large, and a tile is cast when it is read.
+    """
+    return rows.to(wide(rows.dtype)) if torch.is_grad_enabled() and rows.requires_grad else rows
 
 
 def softmax_weights(q_tHE: Tensor, kv: Tensor, valid_tK: Tensor, *, scale: float) -> tuple[Tensor, Tensor]:
@@ -63,6 +73,7 @@ def dense_attention(
     """Attend to visible rows, a tile of keys after the other. See `attention.dense_attention`."""
     num_keys = num_rows(kv) if row_S is None else row_S.shape[0]
     limit = max(1, TILE_VALUES // (q_THE.shape[1] * KEY_TILE))
+    kv = map_rows(kv, summed_wide)
     outs, lses = [], []
     for queries, span in query_tiles(start_T, end_T, num_keys, limit):
         q_tHE = q_THE[queries]

@@ -172,7 +172,16 @@ class SFAConfig:
         )
 
     def to_hf(self) -> dict[str, Any]:
-        """Return the attention's part of a config.json from which `from_hf` reads this config again."""
+        """Return the attention's part of a config.json from which `from_hf` reads this config again.
+
+        Raises:
+            ValueError: another epsilon of the index keys' norm than 1e-6, which no model has and no key says.
+        """
+        _require(
+            self.index_norm_eps == INDEX_NORM_EPS,
+            f"config.json has no key for an index_norm_eps other than {INDEX_NORM_EPS}",
+            self.index_norm_eps,
+        )
         rope: dict[str, Any] = {"rope_theta": self.rope_theta, "rope_type": "default"}
         if self.yarn is not None:
             rope |= {"rope_type": "yarn"} | asdict(self.yarn)

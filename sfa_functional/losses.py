@@ -5,7 +5,7 @@ from jaxtyping import Float, Int, Int32
 from torch import Tensor
 
 from . import blockwise
-from .paged import Rows, SplitRows, fetch_rows, num_rows
+from .paged import Rows, fetch_rows, map_rows, num_rows
 from .precision import require, require_float, require_rows, wide
 
 
@@ -59,13 +59,14 @@ def indexer_kl(
     require(fits, "indexer_kl", "q, k, w must be [T, J, I], [S, I], [T, J]", shapes)
     require(num_rows(kv_SE) == k_SI.shape[0], "indexer_kl", "kv and k must have the same rows", num_rows(kv_SE))
     tiles = []
+    k_SI = blockwise.summed_wide(k_SI)
+    q_THE, kv_SE = q_THE.detach(), map_rows(kv_SE, Tensor.detach)
     limit = max(1, blockwise.TILE_VALUES // max(1, k_SI.shape[0] * max(q_TJI.shape[1], q_THE.shape[1])))
     for queries, span in blockwise.query_tiles(start_T, end_T, k_SI.shape[0], limit):
         start_t, end_t, q_tJI, w_tJ = start_T[queries], end_T[queries], q_TJI[queries], w_TJ[queries]
-        q_tHE = q_THE[queries].detach()
+        q_tHE = q_THE[queries]
         if topk_TK is None:
-            kv = _detached(kv_SE)
-            p_ts = blockwise.mean_weights(q_tHE, kv, start_t, end_t, span, scale=scale)
+            p_ts = blockwise.mean_weights(q_tHE, kv_SE, start_t, end_t, span, scale=scale)
             k_sI, member_ts = blockwise.visible_rows(k_SI, start_t, end_t, slice(*span), None)
             score_ts = blockwise.index_scores(q_tJI, k_sI, w_tJ)
         else:
@@ -73,7 +74,7 @@ def indexer_kl(
             member_ts = (topk_tK >= start_t[:, None]) & (topk_tK < end_t[:, None])
             member_ts = member_ts & (topk_tK >= 0) & (topk_tK < k_SI.shape[0])
             topk_tK = torch.where(member_ts, topk_tK, -1)
-            kv_tKE = fetch_rows(_detached(kv_SE), topk_tK).to(wide(q_tHE.dtype))
+            kv_tKE = fetch_rows(kv_SE, topk_tK).to(wide(q_tHE.dtype))
             p_ts = blockwise.softmax_weights(q_tHE, kv_tKE, member_ts, scale=scale)[0].mean(1)
             k_tKI = fetch_rows(k_SI, topk_tK).to(wide(q_tJI.dtype))
             heads_tJK = torch.relu(q_tJI.to(k_tKI.dtype) @ k_tKI.mT)
@@ -91,9 +92,3 @@ def _divergence(p_ts: Tensor, score_ts: Tensor, member_ts: Tensor) -> Tensor:
     p_ts = torch.where(member_ts, p_ts.to(score_ts.dtype), 0)
     log_pi_ts = torch.where(member_ts, log_pi_ts, 0)
     return (torch.xlogy(p_ts, p_ts) - p_ts * log_pi_ts).sum(-1)
-
-
-def _detached(rows: Tensor | SplitRows) -> Tensor | SplitRows:
-    if isinstance(rows, SplitRows):
-        return SplitRows(latent_SL=rows.latent_SL.detach(), rope_SR=rows.rope_SR.detach())
-    return rows.detach()

@@ -1,6 +1,6 @@
 """Key rows and where they live: split rows, block tables, slots, caches. The only file that knows a row's address."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -48,6 +48,13 @@ for _cls in (SplitRows, JointCache, SplitCache):
 def num_rows(rows: Tensor | SplitRows) -> int:
     """Return how many key rows there are."""
     return (rows.latent_SL if isinstance(rows, SplitRows) else rows).shape[0]
+
+
+def map_rows(rows: Rows, change: Callable[[Tensor], Tensor]) -> Rows:
+    """Apply a function of one tensor to key rows, to each part where they are split."""
+    if isinstance(rows, SplitRows):
+        return SplitRows(latent_SL=change(rows.latent_SL), rope_SR=change(rows.rope_SR))
+    return change(rows)
 
 
 def fetch_rows(rows: Tensor | SplitRows, index: Int[Tensor, "*shape"] | slice) -> Float[Tensor, "*shape E"]:

@@ -14,9 +14,8 @@ def attend(q_HE: Tensor, kv_KE: Tensor, valid_K: Tensor, *, scale: float, value_
 
     z = scale · q kvᵀ;  lse = ln Σ e^z;  out = Σ e^(z - lse) · kv[:, :value_dim]  (DeepSeek-V2, 2024, eq. 10).
     """
-    dtype = torch.float64 if q_HE.dtype == torch.float64 else torch.float32
-    rows_KE = torch.where(valid_K[:, None], kv_KE, 0).to(dtype)
-    z_HK = scale * (q_HE.to(dtype) @ rows_KE.T)
+    rows_KE = torch.where(valid_K[:, None], kv_KE, 0)
+    z_HK = scale * (_wide(q_HE) @ rows_KE.T)
     any_valid = valid_K.any()
     z_HK = torch.where(valid_K | ~any_valid, z_HK, -torch.inf)
     lse_H = torch.logsumexp(z_HK, dim=-1)
@@ -29,7 +28,7 @@ def sparse_attention(
     q_THE: Tensor, kv_SE: Tensor, topk_TK: Tensor, *, scale: float, value_dim: int
 ) -> tuple[Tensor, Tensor]:
     """Attend from every query to the rows it selected; any number outside [0, S) is unused."""
-    num_rows = kv_SE.shape[0]
+    num_rows, kv_SE = kv_SE.shape[0], _wide(kv_SE)
     if num_rows == 0:
         kv_SE, topk_TK = kv_SE.new_zeros(1, kv_SE.shape[1]), torch.full_like(topk_TK, -1)
 
@@ -45,7 +44,7 @@ def dense_attention(
     q_THE: Tensor, kv_SE: Tensor, start_T: Tensor, end_T: Tensor, *, scale: float, value_dim: int
 ) -> tuple[Tensor, Tensor]:
     """Attend from every query to all rows that it sees, start <= row < end."""
-    s_S = torch.arange(kv_SE.shape[0], device=kv_SE.device)
+    s_S, kv_SE = torch.arange(kv_SE.shape[0], device=kv_SE.device), _wide(kv_SE)
 
     def one(q_HE: Tensor, start: Tensor, end: Tensor) -> tuple[Tensor, Tensor]:
         return attend(q_HE, kv_SE, (s_S >= start) & (s_S < end), scale=scale, value_dim=value_dim)
@@ -55,8 +54,8 @@ def dense_attention(
 
 def index_score(q_JI: Tensor, k_SI: Tensor, w_J: Tensor) -> Tensor:
     """Score all keys for one query: Σ_j w_j · relu(q_j · k_s)  (DeepSeek-V3.2-Exp report, 2025, eq. 1)."""
-    dtype = torch.float64 if q_JI.dtype == torch.float64 else torch.float32
-    return w_J.to(dtype) @ torch.relu(q_JI.to(dtype) @ k_SI.to(dtype).T)
+    heads_JS = torch.relu(_wide(q_JI) @ _wide(k_SI).T)
+    return w_J.to(heads_JS.dtype) @ heads_JS
 
 
 def select(score_S: Tensor, start: Tensor, end: Tensor, *, k: int) -> Tensor:
@@ -85,6 +84,11 @@ def lightning_indexer(q_TJI: Tensor, k_SI: Tensor, w_TJ: Tensor, start_T: Tensor
         return select(index_score(q_JI, k_SI, w_J), start, end, k=k)
 
     return _map(one, k_SI.shape[0] * q_TJI.shape[1], q_TJI, w_TJ, start_T, end_T)
+
+
+def _wide(x: Tensor) -> Tensor:
+    """Cast to the dtype of sums. Keys are cast once for all queries, so that their gradients are summed in it too."""
+    return x.to(torch.float64 if x.dtype == torch.float64 else torch.float32)
 
 
 def _map(one, size: int, *per_query: Tensor):  # type: ignore[no-untyped-def]

@@ -35,7 +35,8 @@ def rope_frequencies(config: SFAConfig, device: torch.device | str | None = None
     low, high = config.yarn.pair_range(config.rope_theta, width)
     pair = torch.arange(width // 2, dtype=torch.float32, device=device)
     ramp = ((pair - low) / (high - low if high > low else 0.001)).clamp(0, 1)
-    return 1.0 / period * (1 - ramp) + 1.0 / (config.yarn.factor * period) * ramp
+    keep = 1 - ramp
+    return 1.0 / period * keep + 1.0 / (config.yarn.factor * period) * (1 - keep)  # rounds as transformers' does
 
 
 def rope_cos_sin(position_T: Int[Tensor, " T"], config: SFAConfig) -> tuple[Float[Tensor, "T F"], Float[Tensor, "T F"]]:

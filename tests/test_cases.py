@@ -20,12 +20,6 @@ from tests.vectors import numbers, read_vectors
 IMPLEMENTATIONS = ["reference", "blockwise"]
 
 
-@pytest.fixture(autouse=True)
-def _one_thread(_one_seed):
-    """Run on one thread: on tensors this small two only wait for each other."""
-    torch.set_num_threads(1)
-
-
 # ---- the numeric cases -----------------------------------------------------------------------------------------------
 
 INT32 = {"topk_TK", "block_table_BU"}

@@ -153,10 +153,10 @@ def save_checkpoint(path: str | os.PathLike[str], layers: Sequence[LayerParams],
     """
     target = Path(os.path.realpath(path))
     tensors, dtype = _collect(target, layers, config)
-    read_back = SFAConfig.from_hf(config.to_hf())
-    lost = {name: value for name, value in vars(config).items() if value != getattr(read_back, name)}
-    if lost:
-        raise _refusal("save_checkpoint", target, "config must be one that config.json can hold", lost)
+    try:
+        written_config = config.to_hf() | {"dtype": dtype}
+    except ValueError as error:
+        raise _refusal("save_checkpoint", target, "config must be one that config.json can hold", error) from error
     try:
         if target.exists() and not (target.is_dir() and not any(target.iterdir())):
             got = "a directory with files in it" if target.is_dir() else "a file"
@@ -166,7 +166,7 @@ def save_checkpoint(path: str | os.PathLike[str], layers: Sequence[LayerParams],
             complete = Path(scratch) / "checkpoint"
             complete.mkdir()
             written = complete / "config.json"
-            written.write_text(json.dumps(config.to_hf() | {"dtype": dtype}, indent=2) + "\n", encoding="utf-8")
+            written.write_text(json.dumps(written_config, indent=2) + "\n", encoding="utf-8")
             save_file(tensors, complete / "model.safetensors", metadata={"format": "pt"})
             shutil.copymode(written, complete / "model.safetensors")  # safetensors writes for the owner only
             complete.replace(target)
