@@ -111,7 +111,7 @@ def dense_attention(
         ValueError: shapes or dtypes that don't fit, or an implementation that can't run.
 
     Gradients: of q and kv, through out and lse, by autograd; 0 for queries without keys. A NaN or an infinity in a
-        row reaches only the queries that see the row (as NaN).
+        row makes the results of the queries that see the row NaN, and no others.
     Cost: 2·T·H·S·(E + L) FLOPs over the span of each tile; memory of a tile of queries and keys.
     Source: DeepSeek-V2 (2024), eq. 10 and section 2.1.2.
     """

@@ -226,8 +226,8 @@ def visible_rows(
 
 
 def key_tiles(span: tuple[int, int]) -> Iterator[slice]:
-    """Cut a span of key rows into runs of at most `KEY_TILE`."""
-    for low in range(span[0], span[1], KEY_TILE):
+    """Cut a span of key rows into runs of at most `KEY_TILE`; no rows make one empty run, so that graphs stay whole."""
+    for low in range(span[0], max(span[1], span[0] + 1), KEY_TILE):
         yield slice(low, min(low + KEY_TILE, span[1]))
 
 

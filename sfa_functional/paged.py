@@ -203,6 +203,9 @@ def validate_block_table(
     if num_blocks is not None:
         held_BU = held_BU & (block_table_BU < num_blocks)
     lacking_BU = (first_U < seq_len_B.to(block_table_BU.device)[:, None]) & ~held_BU
+    room = block_table_BU.shape[1] * block_size
+    if bool((seq_len_B > room).any()):
+        raise ValueError(f"block_table: a sequence must fit its {room} rows; got {int(seq_len_B.max())}")
     for b, u in lacking_BU.nonzero()[:1].tolist():
         pool = "" if num_blocks is None else f" in 0..{num_blocks - 1}"
         rule = f"position {u * block_size} of request {b} must have a page{pool}"
@@ -340,10 +343,10 @@ def _put(pages: Tensor, rows: Tensor, slot_T: Tensor, donate: bool) -> Tensor:
         return pages
     pool = pages.flatten(0, 1)
     valid = slot_T >= 0
-    first = valid.to(torch.int8).argmax()
+    first = valid.to(torch.int8).argmax(0, keepdim=True)
     any_valid = valid.any()
-    spare_slot = torch.where(any_valid, slot_T[first], 0)
-    spare_row = torch.where(any_valid, rows[first], pool[0]).detach()
+    spare_slot = torch.where(any_valid, slot_T.index_select(0, first), 0)
+    spare_row = torch.where(any_valid, rows.index_select(0, first), pool[:1]).detach()
     slots = torch.where(valid, slot_T, spare_slot).long()
     values = torch.where(valid[:, None], rows, spare_row)
     values = torch.cat([torch.where(any_valid, values[:1], pool[:1]), values[1:]])

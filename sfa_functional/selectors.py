@@ -14,19 +14,29 @@ from torch import Tensor
 
 from . import blockwise
 from .indexer import lightning_indexer
-from .paged import SplitRows, num_rows, present_rows
+from .paged import Rows, SplitRows, num_rows, present_rows
 from .precision import require
 
 Selector = Callable[..., Int32[Tensor, "T K"]]
 
 
-def window(*, start_T: Int[Tensor, " T"], end_T: Int[Tensor, " T"], k: int, **_: Any) -> Int32[Tensor, "T K"]:
+def window(
+    *,
+    kv_SE: Rows,
+    start_T: Int[Tensor, " T"],
+    end_T: Int[Tensor, " T"],
+    k: int,
+    row_S: Int[Tensor, " rows"] | None = None,
+    **_: Any,
+) -> Int32[Tensor, "T K"]:
     """Choose the last k visible keys: a sliding window.
 
     Args:
-        start_T: first visible key row of each query.
-        end_T: one past the last.
+        kv_SE: key rows; only their number matters, which is that of ``row_S`` if it is given.
+        start_T: first visible key row of each query; below 0 is 0.
+        end_T: one past the last; above S is S.
         k: keys to choose, >= 1.
+        row_S: row of a pool for each key row.
 
     Returns:
         int32 ``topk_TK``, ascending, then -1.
@@ -37,6 +47,7 @@ def window(*, start_T: Int[Tensor, " T"], end_T: Int[Tensor, " T"], k: int, **_:
     Source: Beltagy et al., "Longformer" (2020), section 3.1.
     """
     require(k >= 1, "window", "k must be >= 1", k)
+    end_T = end_T.clamp(max=_num_keys(kv_SE, row_S))
     first_T1 = torch.maximum(start_T, end_T - k).clamp(min=0)[:, None]
     rows_TK = first_T1 + torch.arange(k, device=start_T.device)
     return torch.where(rows_TK < end_T[:, None], rows_TK, -1).to(torch.int32)
@@ -109,7 +120,7 @@ def block_topk(block: int) -> Selector:
             score_ts = blockwise.index_scores(q_TJI[queries], rows_SI[low:high], w_TJ[queries])
             s_s = torch.arange(low, high, device=start_T.device)
             seen_ts = blockwise.visible(s_s, start_T[queries], end_T[queries]) & ~score_ts.isnan()
-            block_ts = (s_s - start_T[queries].clamp(min=0)[:, None]).clamp(min=0) // block
+            block_ts = (s_s - start_T[queries].clamp(min=0)[:, None]).clamp(0, max(0, high - low - 1)) // block
             lowest_ts = torch.full_like(score_ts, -torch.inf)
             best_ts = lowest_ts.scatter_reduce(1, block_ts, torch.where(seen_ts, score_ts, lowest_ts), "amax")
             return torch.where(seen_ts, best_ts.gather(1, block_ts), torch.nan)
