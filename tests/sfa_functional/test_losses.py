@@ -199,3 +199,22 @@ def test_wrong_arguments_are_refused(unchecked):
         assert str(error.value) == f"indexer_kl: {message}"
     with pytest.raises(ValueError, match=r"^indexer_kl: topk_TK must have 6 rows; got \(5, 4\)$"):
         _kl(q_TJI, k_SI, w_TJ, q_THE, kv_SE, topk_TK=TOPK_TK[1:])
+
+
+@pytest.mark.parametrize("selected", [False, True])
+def test_gradient_of_a_key_sums_all_queries_in_float32(selected):
+    """2048 queries share two keys: added up in bfloat16, the sum would stop growing long before its value."""
+    count = 2048
+    inputs = [torch.ones(count, 1, 2), torch.tensor([[1.0, 0.5], [0.5, 1.0]]), torch.ones(count, 1)]
+    inputs[0][..., 1] = 0.25
+    target = [torch.ones(count, 1, 2), torch.tensor([[0.0, 0.0], [1.0, 1.0]])]
+    topk_TK = torch.tensor([[0, 1]] * count, dtype=torch.int32) if selected else None
+    ranges = torch.zeros(count, dtype=torch.int64), torch.full((count,), 2)
+    gradients = []
+    for dtype in (torch.float64, torch.bfloat16):
+        q_TJI, k_SI, w_TJ, q_THE, kv_SE = (x.to(dtype) for x in (*inputs, *target))
+        k_SI.requires_grad_()
+        sfa.indexer_kl(q_TJI, k_SI, w_TJ, q_THE, kv_SE, *ranges, scale=1.0, topk_TK=topk_TK).sum().backward()
+        gradients.append(k_SI.grad.double())
+    torch.testing.assert_close(gradients[1], gradients[0], rtol=2**-8, atol=0)
+    assert gradients[0].abs().max() > 512
