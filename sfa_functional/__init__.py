@@ -27,6 +27,7 @@ from .layer import LayerOutput, sfa_layer
 from .losses import indexer_kl
 from .evaluate import Difference, attention_mass, difference, selection_overlap
 
+from .hf import layer_params, load_params, use_sfa
 from .version import __version__
 
 __all__ = [
@@ -90,5 +91,8 @@ __all__ = [
     "attention_mass",
     "difference",
     "selection_overlap",
+    "layer_params",
+    "load_params",
+    "use_sfa",
     "__version__",
 ]

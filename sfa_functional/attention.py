@@ -10,8 +10,8 @@ from torch import Tensor
 
 from . import blockwise, reference
 from .implementation import Implementation, refuse
-from .paged import Rows, SplitRows, fetch_rows, num_rows, present_rows
-from .precision import require, require_float, require_rows
+from .paged import Rows, SplitRows, fetch_rows, present_rows, require_rows_fit
+from .precision import require, require_integers, require_rows, without_autocast
 
 
 class AttentionOutput(NamedTuple):
@@ -68,9 +68,11 @@ def sparse_attention(
     )
     match implementation:
         case None | "blockwise":
-            result = blockwise.sparse_attention(q_THE, kv_SE, topk_TK, scale=scale, value_dim=value_dim)
+            with without_autocast(q_THE):
+                result = blockwise.sparse_attention(q_THE, kv_SE, topk_TK, scale=scale, value_dim=value_dim)
         case "reference":
-            result = reference.sparse_attention(q_THE, _joined(kv_SE), topk_TK, scale=scale, value_dim=value_dim)
+            with without_autocast(q_THE):
+                result = reference.sparse_attention(q_THE, _joined(kv_SE), topk_TK, scale=scale, value_dim=value_dim)
         case _ if callable(implementation):
             result = implementation(q_THE, _joined(kv_SE), topk_TK, scale=scale, value_dim=value_dim)
         case _:
@@ -116,18 +118,22 @@ def dense_attention(
     Source: DeepSeek-V2 (2024), eq. 10 and section 2.1.2.
     """
     _check("dense_attention", q_THE, kv_SE, value_dim)
-    require_rows("dense_attention", q_THE.shape[0], start_T=start_T, end_T=end_T)
+    require_integers("dense_attention", q_THE.shape[0], start_T=start_T, end_T=end_T)
+    if row_S is not None:
+        require_integers("dense_attention", row_S.numel(), row_S=row_S)
     match implementation:
         case None | "blockwise":
-            result = blockwise.dense_attention(
-                q_THE, kv_SE, start_T, end_T, scale=scale, value_dim=value_dim, row_S=row_S
-            )
+            with without_autocast(q_THE):
+                result = blockwise.dense_attention(
+                    q_THE, kv_SE, start_T, end_T, scale=scale, value_dim=value_dim, row_S=row_S
+                )
         case "reference":
             if row_S is None:
                 run = partial(reference.dense_attention, start_T=start_T, end_T=end_T)
             else:
                 run = partial(reference.sparse_attention, topk_TK=_visible_rows(start_T, end_T, row_S))
-            result = run(q_THE, _joined(kv_SE), scale=scale, value_dim=value_dim)
+            with without_autocast(q_THE):
+                result = run(q_THE, _joined(kv_SE), scale=scale, value_dim=value_dim)
         case _ if callable(implementation):
             rows_SE = _joined(kv_SE) if row_S is None else present_rows(kv_SE, row_S)
             result = implementation(q_THE, rows_SE, start_T, end_T, scale=scale, value_dim=value_dim)
@@ -156,8 +162,9 @@ def merge_attention(parts: Sequence[AttentionOutput]) -> AttentionOutput:
         for softmax" (2018).
     """
     require(len(parts) > 0, "merge_attention", "parts must hold at least one result", 0)
-    shapes = [(tuple(out.shape), out.dtype) for out, _ in parts]
-    require(len(set(shapes)) == 1, "merge_attention", "parts must have one shape and dtype", shapes)
+    shapes = [(tuple(out.shape), tuple(lse.shape), out.dtype) for out, lse in parts]
+    fits = len(set(shapes)) == 1 and shapes[0][0][:-1] == shapes[0][1]
+    require(fits, "merge_attention", "parts must have one dtype and the shapes [T, H, L], [T, H]", shapes)
     out_THL, lse_TH = blockwise.merge([(out, lse) for out, lse in parts])
     return AttentionOutput(out_THL.to(parts[0].out_THL.dtype), lse_TH)
 
@@ -173,7 +180,7 @@ def validate_selection(topk_TK: Int32[Tensor, "T K"], start_T: Int[Tensor, " T"]
     Raises:
         ValueError: naming the first query at fault, and its row.
     """
-    require_rows("validate_selection", topk_TK.shape[0], start_T=start_T, end_T=end_T)
+    require_integers("validate_selection", topk_TK.shape[0], start_T=start_T, end_T=end_T)
     used_TK = topk_TK >= 0
     unseen_TK = used_TK & ((topk_TK < start_T[:, None]) | (topk_TK >= end_T[:, None]))
     for t, i in unseen_TK.nonzero()[:1].tolist():
@@ -196,10 +203,5 @@ def _joined(kv_SE: Tensor | SplitRows) -> Tensor:
 
 
 def _check(function: str, q_THE: Tensor, kv_SE: Tensor | SplitRows, value_dim: int) -> None:
-    parts = [kv_SE.latent_SL, kv_SE.rope_SR] if isinstance(kv_SE, SplitRows) else [kv_SE]
-    width = sum(part.shape[-1] for part in parts)
-    fits = q_THE.ndim == 3 and all(part.ndim == 2 for part in parts) and width == q_THE.shape[-1]
-    shapes = (tuple(q_THE.shape), (num_rows(kv_SE), width))
-    require(fits, function, "q and kv must be [T, H, E] and [S, E]", shapes)
-    require(0 < value_dim <= width, function, f"value_dim must be in 1..{width}", value_dim)
-    require_float(function, q=q_THE, kv=parts[0])
+    require_rows_fit(function, q_THE, kv_SE)
+    require(0 < value_dim <= q_THE.shape[2], function, f"value_dim must be in 1..{q_THE.shape[2]}", value_dim)

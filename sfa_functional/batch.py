@@ -1,7 +1,7 @@
 """A ragged batch as plain vectors: positions, requests, visible ranges and slots of packed query tokens."""
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -137,12 +137,13 @@ class Batch:
             raise ValueError("Batch.next: the batch must have a block table; got none")
         new = _lengths(new_lens, "new_lens")
         lengths = self.seq_len_B.tolist()
-        _require(len(new) == len(lengths), f"new_lens must have {len(lengths)} entries", len(new))
+        if len(new) != len(lengths):
+            raise ValueError(f"Batch.next: new_lens must have {len(lengths)} entries; got {len(new)}")
         return Batch.from_lengths(
             new,
             [s + n if s > 0 else 0 for s, n in zip(lengths, new, strict=True)],
             block_table=self.block_table_BU,
-            block_size=self.row_S.shape[0] // max(1, self.block_table_BU.numel()),
+            block_size=max(1, self.row_S.shape[0] // max(1, self.block_table_BU.numel())),
             device=self.seq_len_B.device,
         )
 
@@ -151,12 +152,37 @@ torch.export.register_dataclass(Batch, serialized_type_name="sfa_functional.Batc
 
 
 def local_selection(topk_TK: Int32[Tensor, "T K"], batch: Batch) -> Int32[Tensor, "T K"]:
-    """Translate key rows into positions within each query's request; unused entries become -1."""
+    """Translate key rows into positions within each query's request.
+
+    ``position = row - key_start_B[request_T]`` where the query sees the row, else -1.
+
+    Args:
+        topk_TK: selection of key rows.
+        batch: the queries.
+
+    Returns:
+        int32 positions, in the order given; unused entries -1.
+
+    Gradients: none (integers).
+    """
     return _shift(topk_TK, batch, sign=-1)
 
 
 def global_selection(position_TK: Int32[Tensor, "T K"], batch: Batch) -> Int32[Tensor, "T K"]:
-    """Translate positions within each query's request into key rows; what the query does not see becomes -1."""
+    """Translate positions within each query's request into key rows.
+
+    ``row = key_start_B[request_T] + position`` where the query sees that row, else -1: a later position, or one of a
+    query that belongs to no request, is unused.
+
+    Args:
+        position_TK: selection as the layer functions take and return it.
+        batch: the queries.
+
+    Returns:
+        int32 key rows, in the order given; unused entries -1.
+
+    Gradients: none (integers).
+    """
     return _shift(position_TK, batch, sign=1)
 
 
@@ -170,7 +196,9 @@ def _shift(topk_TK: Tensor, batch: Batch, *, sign: int) -> Tensor:
 
 
 def _lengths(values: Sequence[int] | Tensor, name: str) -> list[int]:
-    listed = values.tolist() if isinstance(values, Tensor) else list(values)
+    listed = values.tolist() if isinstance(values, Tensor) else values
+    _require(isinstance(listed, Iterable), f"{name} must be a sequence of integers", repr(listed))
+    listed = list(listed)
     for value in listed:
         whole = hasattr(value, "__index__") and not isinstance(value, bool) and value >= 0
         _require(whole, f"{name} must be integers >= 0", repr(value))
@@ -179,4 +207,4 @@ def _lengths(values: Sequence[int] | Tensor, name: str) -> list[int]:
 
 def _require(ok: bool, rule: str, got: object) -> None:
     if not ok:
-        raise ValueError(f"Batch: {rule}; got {got}")
+        raise ValueError(f"Batch.from_lengths: {rule}; got {got}")

@@ -3,7 +3,7 @@
 Tensors are cut into tiles of queries; keys are read tile by tile, through ``row_S`` where they live in a pool. A tile
 holds queries whose visible ranges start at the same row (one request, one document), and reads no key outside the
 span that they see. Spans are read from the ranges where that costs nothing (a CPU tensor outside of torch.func
-transforms and torch.compile); elsewhere a tile reads all keys, with the same result.
+transforms and torch.compile); elsewhere a tile reads all keys, other requests' too, with the same result for more work.
 
 Backward is autograd's through these tiles.
 """
@@ -53,8 +53,9 @@ def softmax_weights(q_tHE: Tensor, kv: Tensor, valid_tK: Tensor, *, scale: float
     A query without a valid row gets weights 0 and lse -inf. Its lse is patched before ``exp``: patching the result
     would leave NaN in the gradient.
     """
-    z_tHK = (q_tHE.to(kv.dtype) * scale) @ kv.mT
     valid_t1K, any_t1 = valid_tK[:, None], valid_tK.any(-1)[:, None]
+    q_tHE = torch.where(any_t1[..., None], q_tHE, 0)  # its zero gradient would meet a NaN in the shared product
+    z_tHK = (q_tHE.to(kv.dtype) * scale) @ kv.mT
     z_tHK = torch.where(valid_t1K, z_tHK, -torch.inf)
     lse_tH = torch.logsumexp(torch.where(any_t1[..., None], z_tHK, 0.0), dim=-1)
     return torch.exp(z_tHK - lse_tH[..., None]), torch.where(any_t1, lse_tH, -torch.inf)
@@ -72,12 +73,12 @@ def dense_attention(
 ) -> tuple[Tensor, Tensor]:
     """Attend to visible rows, a tile of keys after the other. See `attention.dense_attention`."""
     num_keys = num_rows(kv) if row_S is None else row_S.shape[0]
-    limit = max(1, TILE_VALUES // (q_THE.shape[1] * KEY_TILE))
+    limit = max(1, TILE_VALUES // max(1, q_THE.shape[1] * KEY_TILE))
     kv = map_rows(kv, summed_wide)
     outs, lses = [], []
     for queries, span in query_tiles(start_T, end_T, num_keys, limit):
-        q_tHE = q_THE[queries]
-        out_tHL = q_tHE.new_zeros(*q_tHE.shape[:2], value_dim, dtype=wide(q_THE.dtype))
+        q_tHE = q_THE[queries].to(wide(q_THE.dtype))
+        out_tHL = q_tHE.new_zeros(*q_tHE.shape[:2], value_dim)
         lse_tH = torch.full_like(out_tHL[..., 0], -torch.inf)
         for keys in key_tiles(span):
             kv_kE, visible_tk = visible_rows(kv, start_T[queries], end_T[queries], keys, row_S)
@@ -134,14 +135,14 @@ def merge(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
 
 
 def index_scores(q_TJI: Tensor, k_SI: Tensor, w_TJ: Tensor) -> Tensor:
-    """Score all keys for a tile of queries. See `indexer.index_scores`.
+    """Score keys for a tile of queries, [S, I] of all or [t, K, I] of each. See `indexer.index_scores`.
 
     Rows that are not finite are taken out of the shared product and put back as NaN: in the backward of a product
     their zero gradients would still meet a NaN.
     """
     dtype = wide(q_TJI.dtype)
     finite_S = k_SI.isfinite().all(-1)
-    k_SI = torch.where(finite_S[:, None], k_SI, 0).to(dtype)
+    k_SI = torch.where(finite_S[..., None], k_SI, 0).to(dtype)
     heads_TJS = torch.relu(q_TJI.to(dtype) @ k_SI.mT)
     score_TS = (w_TJ.to(dtype)[:, None] @ heads_TJS)[:, 0]
     return torch.where(finite_S, score_TS, torch.nan)
@@ -184,7 +185,8 @@ def lightning_indexer(
 ) -> Tensor:
     """Score and select, a tile of queries at a time. See `indexer.lightning_indexer`."""
     num_keys = k_SI.shape[0] if row_S is None else row_S.shape[0]
-    limit = max(1, TILE_VALUES // (max(q_TJI.shape[1] * KEY_TILE, num_keys)))
+    start_T, end_T = start_T.clamp(0, num_keys), end_T.clamp(0, num_keys)
+    limit = max(1, TILE_VALUES // max(1, q_TJI.shape[1] * KEY_TILE, num_keys))
     selections = []
     for queries, (low, high) in query_tiles(start_T, end_T, num_keys, limit):
         start_t, end_t = start_T[queries] - low, end_T[queries] - low

@@ -5,10 +5,12 @@ Bad input ends with one line on standard error and exit code 2; a result file is
 
 import argparse
 import json
+import math
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -19,13 +21,15 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from torch import Tensor, nn
 
+from weights.checkpoint import DTYPES as STORED_DTYPES
 from weights.checkpoint import Checkpoint, check_layers, open_checkpoint
 
+from . import hf_evaluate as measure
 from .bundled import TINY_CHECKPOINT, held_out_text
 from .config import SFAConfig
 from .version import __version__
 
-PARITY_WINDOWS = 8
+PARITY_WINDOWS = 2
 """Window batches on which `sfa eval` compares with transformers, whose dense masks are slow."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
@@ -92,49 +96,56 @@ def evaluate_checkpoint(args: argparse.Namespace) -> None:
     """Run ``sfa eval``: check everything that can be checked from headers, then load, measure, print and write."""
     console = Console()
     _require(args.topk is None or min(args.topk) >= 1, "--topk", "must be >= 1", args.topk and min(args.topk))
-    out: Path | None = args.json
-    if out is not None:
-        _require(out.parent.is_dir() and not out.is_dir(), "--json", "must be a file in an existing directory", out)
     checkpoint = open_checkpoint(args.checkpoint)
     config = _read_config(checkpoint)
     check_layers(checkpoint, config)
+    _check_dtypes(checkpoint)
     longest = config.max_position_embeddings
     context = min(512, longest) if args.context is None else args.context
     _require(2 <= context <= longest, "--context", f"must be in 2..{longest}, the model's most", context)
     topks = list(dict.fromkeys(args.topk or [max(1, context // part) for part in (16, 8, 4)]))
-    ids = _read_tokens(checkpoint, args.text)
-    model = _load_model(checkpoint, DTYPES[args.dtype])
-    result = _measure(model, ids, config=config, context=context, topks=topks, untrained=args.untrained)
-    result = {"checkpoint": str(args.checkpoint), "dtype": args.dtype} | result
-    for table in _tables(result):
-        console.print(table)
-    if out is not None:
-        _write_json(out, result)
+    with _moved_into_place(args.json) as out:
+        ids = _read_tokens(checkpoint, args.text)
+        model = _load_model(checkpoint, DTYPES[args.dtype])
+        result = _measure(model, ids, config=config, context=context, topks=topks, untrained=args.untrained)
+        perplexities = [result["perplexity_dense"], *result["perplexity_at_k"].values()]
+        perplexities += result["perplexity_untrained_at_k"].values()
+        _require(
+            all(map(math.isfinite, perplexities)), str(checkpoint.path), "perplexities must be finite", perplexities
+        )
+        result = {"checkpoint": str(args.checkpoint), "dtype": args.dtype} | result
+        for table in _tables(result):
+            console.print(table)
+        if out is not None:
+            out.write_text(json.dumps(result, indent=1, allow_nan=False) + "\n", encoding="utf-8")
 
 
 def _measure(
     model: nn.Module, ids: Tensor, *, config: SFAConfig, context: int, topks: list[int], untrained: bool
 ) -> dict[str, Any]:
-    from . import hf_evaluate as hf
-
-    windows = hf.token_windows(ids, context)
+    windows = measure.token_windows(ids, context)
     compared = windows[:PARITY_WINDOWS]
     steps = len(windows) * (1 + len(topks) * (2 if untrained else 1)) + len(compared) * len(topks)
     columns = TextColumn("{task.description:28}"), BarColumn(), TimeRemainingColumn()
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task("dense", total=steps)
         tick: Callable[[], None] = lambda: progress.advance(task)  # noqa: E731
-        dense = hf.dense_perplexity(model, windows, config=config, tick=tick)
+        dense = measure.dense_perplexity(model, windows, config=config, tick=tick)
         trained, fresh, pairs = {}, {}, []
         for k in topks:
             progress.update(task, description=f"top-{k}")
-            trained[str(k)] = hf.sparse_perplexity(model, windows, config=config, k=k, tick=tick)
+            within = min(k, context)  # more keys than there are tokens are no other computation
+            trained[str(k)] = measure.sparse_perplexity(model, windows, config=config, k=within, tick=tick)
             if untrained:
                 progress.update(task, description=f"top-{k}, untrained indexers")
-                params_of = hf.untrained_indexers(model, config=config, seed=0)
-                fresh[str(k)] = hf.sparse_perplexity(model, windows, config=config, k=k, params_of=params_of, tick=tick)
+                params_of = measure.untrained_indexers(model, config=config, seed=0)
+                fresh[str(k)] = measure.sparse_perplexity(
+                    model, windows, config=config, k=within, params_of=params_of, tick=tick
+                )
             progress.update(task, description=f"top-{k}, transformers")
-            pairs.append(hf.parity(model, compared, k=k, tick=tick))
+            pairs.append(measure.parity(model, compared, k=within, tick=tick))
+    pooled = measure.combine(pairs)
     return {
         "context": context,
         "tokens": sum(w.numel() for w in windows),
@@ -144,14 +155,11 @@ def _measure(
         "layers": {k: [mass._asdict() for mass in layers] for k, (_, layers) in trained.items()},
         "layers_untrained": {k: [mass._asdict() for mass in layers] for k, (_, layers) in fresh.items()},
         "parity": {
-            "max_rel": max(pair.max_rel for pair in pairs),
-            "selection_overlap": sum(pair.selection_overlap for pair in pairs) / len(pairs),
+            "max_rel": pooled.max_rel,
+            "selection_overlap": pooled.selection_overlap,
             "tokens": sum(w.numel() for w in compared),
         },
-        "seconds": {
-            "ours": sum(pair.seconds_ours for pair in pairs),
-            "transformers": sum(pair.seconds_transformers for pair in pairs),
-        },
+        "seconds": {"ours": pooled.seconds_ours, "transformers": pooled.seconds_transformers},
     }
 
 
@@ -168,14 +176,6 @@ def _tables(result: dict[str, Any]) -> list[Table]:
         sparse, fresh = result["perplexity_at_k"][k], result["perplexity_untrained_at_k"].get(k)
         first.add_row(k, f"{sparse:.3f}", f"{sparse / dense - 1:+.2%}", "-" if fresh is None else f"{fresh:.3f}")
 
-    masses = Table(title="Attention mass kept / by the best k keys", box=box.SIMPLE_HEAD, title_justify="left")
-    masses.add_column("layer", justify="right")
-    for k in ks:
-        masses.add_column(f"k = {k}", justify="right")
-    for layer in range(len(result["layers"][ks[0]])):
-        rows = [result["layers"][k][layer] for k in ks]
-        masses.add_row(str(layer), *(f"{row['mass']:.4f} / {row['best_mass']:.4f}" for row in rows))
-
     pair, seconds = result["parity"], result["seconds"]
     same = Table(title=f"Beside transformers, {pair['tokens']} tokens", box=box.SIMPLE_HEAD, title_justify="left")
     same.add_column("quantity")
@@ -184,7 +184,20 @@ def _tables(result: dict[str, Any]) -> list[Table]:
     same.add_row("share of its selected keys that ours selects", f"{pair['selection_overlap']:.5f}")
     same.add_row("seconds in attention layers, ours", f"{seconds['ours']:.2f}")
     same.add_row("seconds in attention layers, transformers", f"{seconds['transformers']:.2f}")
-    return [first, masses, same]
+    masses = [_mass_table("Attention mass kept / by the best k keys", result["layers"])]
+    if result["layers_untrained"]:
+        masses.append(_mass_table("The same with untrained indexers", result["layers_untrained"]))
+    return [first, *masses, same]
+
+
+def _mass_table(title: str, layers: dict[str, list[dict[str, float]]]) -> Table:
+    table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left")
+    table.add_column("layer", justify="right")
+    for k in layers:
+        table.add_column(f"k = {k}", justify="right")
+    for layer, rows in enumerate(zip(*layers.values(), strict=True)):
+        table.add_row(str(layer), *(f"{row['mass']:.4f} / {row['best_mass']:.4f}" for row in rows))
+    return table
 
 
 def _read_config(checkpoint: Checkpoint) -> SFAConfig:
@@ -192,6 +205,13 @@ def _read_config(checkpoint: Checkpoint) -> SFAConfig:
         return SFAConfig.from_hf(checkpoint.config)
     except ValueError as error:
         raise ValueError(f"{checkpoint.path / 'config.json'}: {error}") from error
+
+
+def _check_dtypes(checkpoint: Checkpoint) -> None:
+    """Refuse a checkpoint with weights of any layer that would be read as other numbers than they stand for."""
+    for key, (dtype, _shape) in checkpoint.tensors.items():
+        allowed = f"{key} must be {', '.join(STORED_DTYPES)} (fp8 and integers are not supported in this version)"
+        _require(dtype in STORED_DTYPES, str(checkpoint.files[key]), allowed, dtype)
 
 
 def _read_tokens(checkpoint: Checkpoint, path: Path | None) -> Tensor:
@@ -203,10 +223,14 @@ def _read_tokens(checkpoint: Checkpoint, path: Path | None) -> Tensor:
         raise ValueError(
             f"{source}: must be UTF-8; got byte {error.object[error.start]:#x} at {error.start}"
         ) from error
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{source}: must be a file that can be read; got {error}") from error
     tokenizer_file = checkpoint.path / "tokenizer.json"
     if tokenizer_file.exists():
-        from tokenizers import Tokenizer
-
+        try:
+            from tokenizers import Tokenizer  # comes with transformers
+        except ImportError as error:
+            raise _without_transformers(error) from error
         try:
             tokenizer = Tokenizer.from_file(str(tokenizer_file))
         except Exception as error:  # the library raises its base class
@@ -227,7 +251,7 @@ def _load_model(checkpoint: Checkpoint, dtype: torch.dtype) -> nn.Module:
     try:
         import transformers
     except ImportError as error:
-        raise ValueError(f"transformers must be installed: pip install 'sfa-functional[hf]'; got {error}") from error
+        raise _without_transformers(error) from error
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     classes = {
@@ -254,22 +278,40 @@ def _load_model(checkpoint: Checkpoint, dtype: torch.dtype) -> nn.Module:
     return model.eval()
 
 
+def _without_transformers(error: ImportError) -> ValueError:
+    return ValueError(f"transformers must be installed: pip install 'sfa-functional[hf]'; got {error}")
+
+
 def _require(ok: bool, source: str, rule: str, got: object) -> None:
     if not ok:
         raise ValueError(f"{source}: {rule}; got {got}")
 
 
-def _write_json(path: Path, result: dict[str, Any]) -> None:
-    """Write beside the place and move, so that a reader never sees half a file."""
-    with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
-        try:
-            json.dump(result, file, indent=1)
-            file.write("\n")
-            file.close()
-            os.replace(file.name, path)
-        except BaseException:
-            Path(file.name).unlink(missing_ok=True)
-            raise
+@contextmanager
+def _moved_into_place(path: Path | None) -> Iterator[Path | None]:
+    """Give a file beside ``path`` to write to, and move it there at the end, so that nobody sees half of it.
+
+    Whether the place can be written is known before anything is measured.
+    """
+    if path is None:
+        yield None
+        return
+    target = Path(os.path.realpath(path))
+    try:
+        _require(not target.exists() or target.is_file(), f"--json {path}", "must be a file", "another thing")
+        handle, name = tempfile.mkstemp(dir=target.parent, prefix=".sfa-")
+        os.close(handle)
+    except OSError as error:
+        raise ValueError(f"--json {path}: must be a file that can be written; got {error.strerror}") from error
+    scratch = Path(name)
+    try:
+        yield scratch
+        mask = os.umask(0)
+        os.umask(mask)
+        scratch.chmod(0o666 & ~mask)  # mkstemp makes it the owner's alone
+        scratch.replace(target)
+    finally:
+        scratch.unlink(missing_ok=True)
 
 
 if __name__ == "__main__":

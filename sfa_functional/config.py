@@ -74,6 +74,11 @@ class SFAConfig:
         for name, value in asdict(self).items():
             if isinstance(value, int) and not isinstance(value, bool):
                 _require(value >= 1, f"{name} must be >= 1", value)
+        for name in ("rope_pairing", "index_rope_pairing"):
+            value = getattr(self, name)
+            _require(value in ("interleaved", "half"), f"{name} must be 'interleaved' or 'half'", repr(value))
+        for name in ("latent_norm_eps", "index_norm_eps", "rope_theta"):
+            _require(getattr(self, name) > 0, f"{name} must be > 0", getattr(self, name))
         _require(self.qk_rope_head_dim % 2 == 0, "qk_rope_head_dim must be even", self.qk_rope_head_dim)
         _require(
             self.index_head_dim >= self.qk_rope_head_dim,
@@ -226,7 +231,9 @@ def _number(config: Mapping[str, Any], name: str) -> float:
 
 def _rope(config: Mapping[str, Any]) -> tuple[float, Yarn | None]:
     nested = config.get("rope_parameters")
-    values: dict[str, Any] = dict(nested if nested is not None else config.get("rope_scaling") or {})
+    spelled = nested if nested is not None else config.get("rope_scaling") or {}
+    _require(isinstance(spelled, Mapping), "rope_parameters or rope_scaling must be an object", repr(spelled))
+    values: dict[str, Any] = dict(spelled)
     values.setdefault("rope_theta", config.get("rope_theta"))
     theta = _number(values, "rope_theta")
     partial = values.get("partial_rotary_factor", 1.0)
@@ -237,13 +244,17 @@ def _rope(config: Mapping[str, Any]) -> tuple[float, Yarn | None]:
         return theta, None
     for name in ("attention_factor", "truncate"):
         _require(values.get(name) in (None, True), f"{name} of yarn must be left out", values.get(name))
+    for name, default in (("beta_fast", 32.0), ("beta_slow", 1.0), ("mscale", 1.0)):
+        if values.get(name) is None:
+            values[name] = default
+    all_dim = values.get("mscale_all_dim")
     return theta, Yarn(
         factor=_number(values, "factor"),
         original_max_position_embeddings=_integer(values, "original_max_position_embeddings"),
-        beta_fast=float(values.get("beta_fast") or 32.0),
-        beta_slow=float(values.get("beta_slow") or 1.0),
-        mscale=float(1.0 if values.get("mscale") is None else values["mscale"]),
-        mscale_all_dim=float(values.get("mscale_all_dim") or 0.0),
+        beta_fast=_number(values, "beta_fast"),
+        beta_slow=_number(values, "beta_slow"),
+        mscale=_number(values, "mscale"),
+        mscale_all_dim=0.0 if all_dim in (None, 0) else _number(values, "mscale_all_dim"),
     )
 
 
@@ -251,7 +262,8 @@ def _indexer_types(config: Mapping[str, Any]) -> tuple[Literal["full", "shared"]
     count = _integer(config, "num_hidden_layers")
     listed, pattern = config.get("indexer_types"), config.get("index_topk_pattern")
     if listed is None and pattern is not None:
-        listed = [{"F": "full", "S": "shared"}.get(letter, letter) for letter in pattern]
+        _require(isinstance(pattern, str | list), "index_topk_pattern must be a string of F and S", repr(pattern))
+        listed = [{"F": "full", "S": "shared"}.get(letter, letter) for letter in map(str, pattern)]
     if listed is None:
         freq = config.get("index_topk_freq") or 1
         offset = config.get("index_skip_topk_offset")
@@ -262,6 +274,8 @@ def _indexer_types(config: Mapping[str, Any]) -> tuple[Literal["full", "shared"]
             repr(offset),
         )
         listed = ["full" if max(i - (offset or 0) + 1, 0) % freq == 0 else "shared" for i in range(count)]
+    names = isinstance(listed, list | tuple) and all(isinstance(name, str) for name in listed)
+    _require(names, "indexer_types must be a list of 'full' and 'shared'", repr(listed))
     _require(len(listed) == count, f"indexer_types must name all {count} layers", f"{len(listed)} names")
     return tuple(listed)
 

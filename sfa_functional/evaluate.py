@@ -35,9 +35,10 @@ def difference(a: Tensor, b: Tensor) -> Difference:
         `Difference`; zeros and None where a and b are equal.
 
     Raises:
-        ValueError: different shapes.
+        ValueError: different shapes, or complex tensors.
     """
     require(a.shape == b.shape, "difference", "shapes must be equal", (tuple(a.shape), tuple(b.shape)))
+    require(not (a.is_complex() or b.is_complex()), "difference", "tensors must be real", (a.dtype, b.dtype))
     wide_a, wide_b = a.detach().double().cpu(), b.detach().double().cpu()
     same = (wide_a == wide_b) | (wide_a.isnan() & wide_b.isnan())
     far = torch.where(same, 0.0, (wide_a - wide_b).abs())
@@ -59,6 +60,7 @@ def attention_mass(
     *,
     scale: float,
     row_S: Int[Tensor, " S"] | None = None,
+    dense_lse_TH: Float[Tensor, "T H"] | None = None,
     implementation: Implementation = None,
 ) -> Float[Tensor, " T"]:
     """Return the share of dense attention's weight that falls on the selected keys, averaged over heads.
@@ -73,10 +75,11 @@ def attention_mass(
         end_T: one past the last.
         scale: of the logits, ``config.softmax_scale``.
         row_S: row of the pool for each key row.
+        dense_lse_TH: lse of `dense_attention` over the same keys, where it is known already.
         implementation: of both attentions.
 
     Returns:
-        mass_T between 0 and 1, float32 (float64 for float64 q); NaN for a query that sees no key.
+        mass_T between 0 and 1 up to rounding, float32 (float64 for float64 q); NaN for a query that sees no key.
 
     Raises:
         ValueError: as the two attentions.
@@ -86,23 +89,23 @@ def attention_mass(
     Source: follows from the definition of lse; the quantity is the recall of attention mass that papers on sparse
         attention report.
     """
-    value_dim = 1
     row_TK = topk_TK if row_S is None else map_selection(topk_TK, row_S)
-    kept = sparse_attention(q_THE, kv_SE, row_TK, scale=scale, value_dim=value_dim, implementation=implementation)
-    whole = dense_attention(
-        q_THE, kv_SE, start_T, end_T, scale=scale, value_dim=value_dim, row_S=row_S, implementation=implementation
-    )
-    return torch.exp(kept.lse_TH - whole.lse_TH).mean(-1)
+    kept = sparse_attention(q_THE, kv_SE, row_TK, scale=scale, value_dim=1, implementation=implementation)
+    if dense_lse_TH is None:
+        dense_lse_TH = dense_attention(
+            q_THE, kv_SE, start_T, end_T, scale=scale, value_dim=1, row_S=row_S, implementation=implementation
+        ).lse_TH
+    return torch.exp(kept.lse_TH - dense_lse_TH).mean(-1)
 
 
-def selection_overlap(a_TK: Int32[Tensor, "T K"], b_TK: Int32[Tensor, "T K2"]) -> Float[Tensor, " T"]:
+def selection_overlap(a_TK: Int32[Tensor, "T K"], b_TM: Int32[Tensor, "T M"]) -> Float[Tensor, " T"]:
     """Return the share of b's entries that a has too, for every query; entries below 0 are unused.
 
     ``overlap[t] = |a_t ∩ b_t| / |b_t|``, 1 where b_t is empty.
 
     Args:
         a_TK: a selection, without repeats.
-        b_TK: another one of the same queries.
+        b_TM: another one of the same queries, M entries wide.
 
     Returns:
         overlap_T between 0 and 1, float32.
@@ -112,12 +115,12 @@ def selection_overlap(a_TK: Int32[Tensor, "T K"], b_TK: Int32[Tensor, "T K2"]) -
 
     Cost: T·K·log K (a binary search for every entry).
     """
-    require(a_TK.shape[0] == b_TK.shape[0], "selection_overlap", "a and b must have one length", len(b_TK))
+    require(a_TK.shape[0] == b_TM.shape[0], "selection_overlap", "a and b must have one length", len(b_TM))
     ordered_TK = torch.where(a_TK >= 0, a_TK, -1).sort(dim=-1).values
-    used_TK = b_TK >= 0
+    used_TK = b_TM >= 0
     if ordered_TK.shape[1] == 0:
         return (~used_TK.any(-1)).float()
-    place_TK = torch.searchsorted(ordered_TK, b_TK.contiguous()).clamp(max=ordered_TK.shape[1] - 1)
-    hit_TK = used_TK & (ordered_TK.gather(1, place_TK) == b_TK)
+    place_TK = torch.searchsorted(ordered_TK, b_TM.contiguous()).clamp(max=ordered_TK.shape[1] - 1)
+    hit_TK = used_TK & (ordered_TK.gather(1, place_TK) == b_TM)
     count_T = used_TK.sum(-1)
     return torch.where(count_T > 0, hit_TK.sum(-1) / count_T.clamp(min=1), 1.0)

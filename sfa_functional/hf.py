@@ -16,8 +16,8 @@ from .batch import Batch
 from .config import SFAConfig
 from .implementation import Implementation
 from .layer import LayerOutput, sfa_layer
-from .params import HF_NAMES, LayerParams, named_fields, params_from_fields
-from .precision import require
+from .params import HF_NAMES, NORM_FIELDS, LayerParams, named_fields, params_from_fields
+from .precision import require, without_autocast
 from .rotary import rope_cos_sin
 from .selectors import Selector
 
@@ -31,6 +31,9 @@ def attention_modules(model: nn.Module) -> list[nn.Module]:
     Args:
         model: a transformers model of type ``deepseek_v32`` or ``glm_moe_dsa``, or a part of one.
 
+    Returns:
+        At least one module.
+
     Raises:
         ValueError: there are none.
     """
@@ -40,20 +43,33 @@ def attention_modules(model: nn.Module) -> list[nn.Module]:
 
 
 def module_config(module: nn.Module) -> SFAConfig:
-    """Return the config of a live attention module: sizes from its config, epsilons from its norms.
+    """Return the config of a live attention module: what its code computes, where that is not what config.json says.
 
-    transformers 5.24 builds the latent norms of GLM-5 with 1e-6 where config.json says 1e-5; a live model is
-    followed as it is.
+    transformers 5.24 builds the latent norms with an epsilon of 1e-6 whatever ``rms_norm_eps`` says, and fixes the
+    rope pairings by class whatever the interleave flags say. A live model is followed as it is.
 
     Args:
         module: one attention module.
+
+    Returns:
+        The config; ``index_topk`` is that of the model's config.
 
     Raises:
         ValueError: as `SFAConfig.from_hf`.
     """
     live: Any = module
     config = SFAConfig.from_hf(live.config.to_dict())
-    return replace(config, latent_norm_eps=live.q_a_layernorm.variance_epsilon)
+    return replace(
+        config,
+        latent_norm_eps=live.q_a_layernorm.variance_epsilon,
+        rope_pairing="interleaved",
+        index_rope_pairing="interleaved" if _is_glm(module) else "half",
+    )
+
+
+def _is_glm(module: nn.Module) -> bool:
+    """Tell GLM-5's attention, which hands its selection on to the next layer, from DeepSeek-V3.2's."""
+    return hasattr(module, "skip_topk")
 
 
 def layer_params(module: nn.Module) -> LayerParams:
@@ -76,7 +92,7 @@ def layer_params(module: nn.Module) -> LayerParams:
         if owner_name.startswith("indexer") and getattr(module, "indexer", None) is None:
             continue
         owner = module.get_submodule(owner_name)
-        linear = type(owner) is nn.Linear or not field.endswith(("proj", "wq_b", "wk"))
+        linear = type(owner) is nn.Linear or field in NORM_FIELDS
         require(linear, "layer_params", f"{owner_name} must be a plain torch.nn.Linear", type(owner).__name__)
         biased = linear and isinstance(owner, nn.Linear) and owner.bias is not None
         require(not biased, "layer_params", f"{owner_name} must have no bias", "one")
@@ -133,7 +149,10 @@ def use_sfa(
         ValueError: no DSA attention, topk < 1, a model that this library can't compute; in the forward: a cache, a
             mask that is no range per query, or attention dropout in training.
 
-    Gradients: of inputs and weights, as without the library; indexers get none.
+    Gradients: of inputs and weights, as without the library; indexers get none. Activation checkpointing runs the
+        forward again in backward, so ``backward()`` belongs inside the ``with`` too: outside it, the recomputation
+        is transformers' own.
+    Precision: under ``torch.autocast`` attention is computed in the weights' dtype, and the result cast back.
     Source: Hugging Face transformers 5.24, models/deepseek_v32 and models/glm_moe_dsa.
     """
     require(topk is None or topk >= 1, "use_sfa", "topk must be >= 1", topk)
@@ -143,14 +162,13 @@ def use_sfa(
     def attend(
         module: nn.Module, x_TD: Tensor, batch: Batch, rope: tuple[Tensor, Tensor], selection: Tensor | None
     ) -> LayerOutput:
-        params = layer_params(module)
         return sfa_layer(
-            params,
+            layer_params(module),
             x_TD,
             batch,
             config=used,
-            selection=selection if params.indexer is None else None,
-            select=select,
+            selection=selection,
+            select=select if selection is None else None,
             rope=rope,
             implementation=implementation,
         )
@@ -167,7 +185,7 @@ def replace_attention(model: nn.Module, attend: Attend, *, config: SFAConfig) ->
         model: of type ``deepseek_v32`` or ``glm_moe_dsa``.
         attend: called once per layer with the module, hidden states [B·T, D], the `Batch` read from the mask, cos and
             sin of the model's positions (float32, computed here), and the selection of the layer before (only in a
-            layer that shares one).
+            layer without an indexer of its own).
         config: gives the rope.
 
     Yields:
@@ -208,12 +226,14 @@ def _forward(module: nn.Module, attend: Attend, config: SFAConfig) -> Callable[.
         if position_ids is None:
             position_ids = torch.arange(length, device=hidden_states.device)[None]
         cos, sin = rope_cos_sin(position_ids.expand(batch_size, length).flatten(), config)
-        selection = prev_topk_indices
-        if selection is not None:
-            selection = selection.flatten(0, 1).to(torch.int32)
-        output = attend(module, hidden_states.flatten(0, 1), batch, (cos, sin), selection)
-        y = output.y_TD.unflatten(0, (batch_size, length))
-        if hasattr(module, "skip_topk"):  # GLM-5 hands the selection on to the next layer
+        selection = None
+        if live.indexer is None and prev_topk_indices is not None:
+            selection = prev_topk_indices.flatten(0, 1).to(torch.int32)
+        x_TD = hidden_states.flatten(0, 1)
+        with without_autocast(x_TD):
+            output = attend(module, x_TD.to(live.kv_b_proj.weight.dtype), batch, (cos, sin), selection)
+        y = output.y_TD.unflatten(0, (batch_size, length)).to(hidden_states.dtype)
+        if _is_glm(module):
             return y, None, output.selection_TK.unflatten(0, (batch_size, length))
         return y, None
 

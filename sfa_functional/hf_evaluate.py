@@ -6,8 +6,7 @@ are compared. Nothing here changes the model.
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -37,12 +36,29 @@ class LayerMass(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Parity:
-    """How this library and transformers differ on one model."""
+    """How this library and transformers differ on one model; `combine` adds up several."""
 
     max_rel: float  # largest difference of any layer's output or of the logits, over the largest magnitude
-    selection_overlap: float  # share of transformers' selected keys that ours selects too
+    overlap: float  # sum over queries of the share of transformers' selected keys that ours selects too
+    queries: int  # queries in that sum: those that see more than k keys, in every layer
     seconds_ours: float  # spent in attention layers
     seconds_transformers: float
+
+    @property
+    def selection_overlap(self) -> float:
+        """The mean share; 1 where no query had a choice."""
+        return self.overlap / self.queries if self.queries else 1.0
+
+
+def combine(parts: Sequence[Parity]) -> Parity:
+    """Return the worst difference, the pooled overlap and the summed times of several comparisons."""
+    return Parity(
+        max_rel=max(part.max_rel for part in parts),
+        overlap=sum(part.overlap for part in parts),
+        queries=sum(part.queries for part in parts),
+        seconds_ours=sum(part.seconds_ours for part in parts),
+        seconds_transformers=sum(part.seconds_transformers for part in parts),
+    )
 
 
 def token_windows(ids: Tensor, context: int) -> list[Tensor]:
@@ -121,8 +137,7 @@ def sparse_perplexity(
         module: nn.Module, x_TD: Tensor, batch: Batch, rope: tuple[Tensor, Tensor], selection: Tensor | None
     ) -> LayerOutput:
         params = params_of(module)
-        given = selection if params.indexer is None else None
-        output = sfa_layer(params, x_TD, batch, config=config, selection=given, rope=rope)
+        output = sfa_layer(params, x_TD, batch, config=config, selection=selection, rope=rope)
         choosing_T = batch.end_T - batch.start_T > k
         if bool(choosing_T.any()):
             q_THE, _q_latent_TQ, kv_TE = latent_projections(params, x_TD, *rope, config=config)
@@ -130,7 +145,12 @@ def sparse_perplexity(
             chosen_TK = global_selection(output.selection_TK, batch)[choosing_T]
             best = best_keys(config.softmax_scale)
             best_TK = best(q_THE=q_THE, kv_SE=kv_TE, start_T=ranges[0], end_T=ranges[1], k=k, row_S=None)
-            kept = [attention_mass(q_THE, kv_TE, x, *ranges, scale=config.softmax_scale) for x in (chosen_TK, best_TK)]
+            scale = config.softmax_scale
+            dense_lse_TH = dense_attention(q_THE, kv_TE, *ranges, scale=scale, value_dim=1).lse_TH
+            kept = [
+                attention_mass(q_THE, kv_TE, topk_TK, *ranges, scale=scale, dense_lse_TH=dense_lse_TH)
+                for topk_TK in (chosen_TK, best_TK)
+            ]
             sums[number[id(module)]] += torch.tensor([len(kept[0]), *(float(x.double().sum()) for x in kept)])
         return output
 
@@ -162,7 +182,8 @@ def parity(model: nn.Module, windows: Sequence[Tensor], *, k: int, tick: Callabl
 
     Outputs are compared on the selections that transformers made, replayed through ours: a near-tie at the cut may
     flip a key, which says nothing about the arithmetic. Our own selections are made beside it, from the same hidden
-    states, and compared as sets on the queries that see more than k keys. The live model's epsilons are used.
+    states, and compared as sets on the queries that see more than k keys. The live model is followed as it is
+    (`module_config`).
 
     Args:
         model: a transformers DSA model whose attention implementation is "sdpa" or "eager".
@@ -171,98 +192,96 @@ def parity(model: nn.Module, windows: Sequence[Tensor], *, k: int, tick: Callabl
         tick: called after every window batch.
 
     Returns:
-        `Parity`.
+        `Parity` over all windows.
     """
-    modules = attention_modules(model)
-    config = replace(module_config(modules[0]), index_topk=k)
-    theirs = _Recorder(modules)
-    worst, hits, rows, seconds = 0.0, 0.0, 0, 0.0
+    _compare(model, windows[0], _record(model, windows[0], k), k)  # warm up
+    parts = []
+    for ids in windows:
+        parts.append(_compare(model, ids, _record(model, ids, k), k))
+        tick()
+    return combine(parts)
+
+
+class _Recorded(NamedTuple):
+    """One forward pass of transformers' own attention."""
+
+    logits: Tensor
+    outputs: list[Tensor]  # of every attention layer, [B·T, D]
+    selections: list[Tensor]  # of every attention layer, [B·T, K], unordered, later positions among them
+    seconds: float  # in attention layers
+
+
+def _record(model: nn.Module, ids: Tensor, k: int) -> _Recorded:
+    """Run the model as it is, its indexers selecting k keys; hooks and numbers are taken back afterwards."""
+    modules: list[Any] = list(attention_modules(model))
+    indexers = [module.indexer for module in modules if module.indexer is not None]
+    outputs: list[Tensor] = []
+    selections: list[Tensor] = []
+    clock: list[float] = []
+
+    def before(*_: Any) -> None:
+        clock.append(-time.perf_counter())
+
+    def selected(_module: nn.Module, _inputs: Any, indices: Tensor) -> None:
+        selections.append(indices.flatten(0, 1).to(torch.int32))
+
+    def after(_module: nn.Module, _inputs: Any, result: tuple[Any, ...]) -> None:
+        clock.append(time.perf_counter())
+        outputs.append(result[0].flatten(0, 1))
+        if len(selections) < len(outputs):  # a shared layer attends to the selection before
+            selections.append(selections[-1])
+
+    kept = [indexer.index_topk for indexer in indexers]
+    hooks = [hook for m in modules for hook in (m.register_forward_pre_hook(before), m.register_forward_hook(after))]
+    hooks += [indexer.register_forward_hook(selected) for indexer in indexers]
+    try:
+        for indexer in indexers:
+            indexer.index_topk = k
+        with torch.no_grad():
+            logits = model(ids, use_cache=False).logits
+    finally:
+        for indexer, number in zip(indexers, kept, strict=True):
+            indexer.index_topk = number
+        for hook in hooks:
+            hook.remove()
+    return _Recorded(logits, outputs, selections, sum(clock))
+
+
+def _compare(model: nn.Module, ids: Tensor, theirs: _Recorded, k: int) -> Parity:
+    """Run the model through this library on recorded selections, making our own beside them."""
+    config = replace(module_config(attention_modules(model)[0]), index_topk=k)
     outputs: list[Tensor] = []
     own: list[Tensor] = []
+    seconds: list[float] = []
+    overlaps: list[Tensor] = []
 
     def attend(
         module: nn.Module, x_TD: Tensor, batch: Batch, rope: tuple[Tensor, Tensor], _: Tensor | None
     ) -> LayerOutput:
-        nonlocal hits, rows, seconds
-        layer = len(outputs)
         params = layer_params(module)
-        given = None if params.indexer is not None else own[-1]
+        shared = None if params.indexer is not None else own[-1]
         began = time.perf_counter()
-        mine = sfa_layer(params, x_TD, batch, config=config, selection=given, rope=rope)
-        seconds += time.perf_counter() - began
+        mine = sfa_layer(params, x_TD, batch, config=config, selection=shared, rope=rope)
+        seconds.append(time.perf_counter() - began)
         own.append(mine.selection_TK)
-        recorded = theirs.selections[layer].flatten(0, 1).to(torch.int32)
-        seen_TK = local_selection(global_selection(recorded, batch), batch)
+        seen_TK = local_selection(global_selection(theirs.selections[len(outputs)], batch), batch)
         choosing_T = batch.end_T - batch.start_T > k
-        hits += float(selection_overlap(mine.selection_TK[choosing_T], seen_TK[choosing_T]).double().sum())
-        rows += int(choosing_T.sum())
+        overlaps.append(selection_overlap(mine.selection_TK[choosing_T], seen_TK[choosing_T]))
         replayed = sfa_layer(params, x_TD, batch, config=config, selection=seen_TK, rope=rope)
         outputs.append(replayed.y_TD)
         return replayed
 
-    for step, ids in enumerate([windows[0], *windows]):
-        with torch.no_grad(), theirs.recording(k):
-            want = model(ids, use_cache=False).logits
-        outputs.clear()
-        own.clear()
-        with torch.no_grad(), replace_attention(model, attend, config=config):
-            got = model(ids, use_cache=False).logits
-        pairs = [(got, want), *zip(outputs, (y.flatten(0, 1) for y in theirs.outputs), strict=True)]
-        worst = max([worst, *(difference(a, b).max_rel for a, b in pairs)])
-        if step == 0:  # the first run warms up
-            hits, rows, seconds, theirs.seconds = 0.0, 0, 0.0, 0.0
-        else:
-            tick()
+    with torch.no_grad(), replace_attention(model, attend, config=config):
+        logits = model(ids, use_cache=False).logits
+    pairs = [(logits, theirs.logits), *zip(outputs, theirs.outputs, strict=True)]
+    overlap_T = torch.cat(overlaps)
     return Parity(
-        max_rel=worst,
-        selection_overlap=hits / rows if rows else 1.0,
-        seconds_ours=seconds,
+        max_rel=max(difference(ours, other).max_rel for ours, other in pairs),
+        overlap=float(overlap_T.double().sum()),
+        queries=len(overlap_T),
+        seconds_ours=sum(seconds),
         seconds_transformers=theirs.seconds,
     )
-
-
-class _Recorder:
-    """Keeps what transformers' attention modules select and return in one forward pass, and the time they take."""
-
-    def __init__(self, modules: Sequence[nn.Module]) -> None:
-        self.modules = modules
-        self.selections: list[Tensor] = []
-        self.outputs: list[Tensor] = []
-        self.seconds = 0.0
-
-    @contextmanager
-    def recording(self, k: int) -> Iterator[None]:
-        """Record a forward pass in which the model's own indexers select k keys."""
-        self.selections, self.outputs = [], []
-        began = 0.0
-
-        def before(*_: Any) -> None:
-            nonlocal began
-            began = time.perf_counter()
-
-        def after(_module: nn.Module, _inputs: Any, result: tuple[Any, ...]) -> None:
-            self.seconds += time.perf_counter() - began
-            self.outputs.append(result[0])
-            if len(self.selections) < len(self.outputs):  # a shared layer attends to the selection before
-                self.selections.append(self.selections[-1])
-
-        def selected(_module: nn.Module, _inputs: Any, indices: Tensor) -> None:
-            self.selections.append(indices)
-
-        live: list[Any] = list(self.modules)
-        indexers = [m.indexer for m in live if m.indexer is not None]
-        kept = [indexer.index_topk for indexer in indexers]
-        hooks = [hook for m in live for hook in (m.register_forward_pre_hook(before), m.register_forward_hook(after))]
-        hooks += [indexer.register_forward_hook(selected) for indexer in indexers]
-        try:
-            for indexer in indexers:
-                indexer.index_topk = k
-            yield
-        finally:
-            for indexer, number in zip(indexers, kept, strict=True):
-                indexer.index_topk = number
-            for hook in hooks:
-                hook.remove()
 
 
 def _perplexity(model: nn.Module, windows: Sequence[Tensor], tick: Callable[[], None]) -> float:
@@ -274,4 +293,5 @@ def _perplexity(model: nn.Module, windows: Sequence[Tensor], tick: Callable[[], 
         total += float(cross_entropy(logits.float(), target, reduction="none").double().sum())
         count += len(target)
         tick()
-    return math.exp(total / count)
+    mean = total / count
+    return math.inf if mean > 700 else math.exp(mean)

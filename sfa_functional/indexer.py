@@ -12,7 +12,7 @@ from .implementation import Implementation, refuse
 from .norm import layer_norm
 from .paged import present_rows
 from .params import IndexerParams
-from .precision import require, require_float, require_rows, wide
+from .precision import require, require_float, require_integers, wide, without_autocast
 from .rotary import rotate
 
 
@@ -112,7 +112,8 @@ def index_weights(indexer: IndexerParams, x_TD: Float[Tensor, "T D"], *, config:
         tuple(x_TD.shape),
     )
     dtype = wide(x_TD.dtype)
-    return linear(x_TD.to(dtype), indexer.weights_proj.to(dtype)) * config.index_weight_scale
+    with without_autocast(x_TD):
+        return linear(x_TD.to(dtype), indexer.weights_proj.to(dtype)) * config.index_weight_scale
 
 
 def index_scores(
@@ -140,7 +141,8 @@ def index_scores(
     Source: DeepSeek-V3.2-Exp report (2025), eq. 1.
     """
     _check_scores("index_scores", q_TJI, k_SI, w_TJ)
-    return blockwise.index_scores(q_TJI, k_SI, w_TJ)
+    with without_autocast(q_TJI):
+        return blockwise.index_scores(q_TJI, k_SI, w_TJ)
 
 
 def select_topk(
@@ -170,7 +172,8 @@ def select_topk(
     Source: DeepSeek-V3.2-Exp report (2025), eq. 2; the tie rule is this library's.
     """
     _check_ranges("select_topk", score_TS.shape[0], k, start_T, end_T)
-    require(score_TS.is_floating_point(), "select_topk", "scores must be floating point", score_TS.dtype)
+    real = score_TS.ndim == 2 and score_TS.is_floating_point()
+    require(real, "select_topk", "scores must be floating point [T, S]", (score_TS.dtype, tuple(score_TS.shape)))
     return blockwise.select_topk(score_TS, start_T, end_T, k=k)
 
 
@@ -207,8 +210,9 @@ def lightning_indexer(
         ValueError: k < 1, shapes or dtypes that don't fit, or an implementation that can't run.
 
     Gradients: none (integers out); the inputs are detached.
-    Cost: 2·J·(I + 1) FLOPs per query and key of its tile; memory O(tile · S), never T·S or T·J·S. A tile whose
-        queries all see at most k keys is not scored.
+    Cost: 2·J·(I + 1) FLOPs per query and key of its tile; memory O(tile · S), never T·S or T·J·S. On a CPU a tile
+        reads the keys of one request, and none where its queries all see at most k; where ranges can't be read
+        without waiting (another device, vmap, compile) it reads all S.
     Source: DeepSeek-V3.2-Exp report (2025), eq. 1 and 2.
     """
     _check_scores("lightning_indexer", q_TJI, k_SI, w_TJ)
@@ -216,9 +220,11 @@ def lightning_indexer(
     q_TJI, k_SI, w_TJ = q_TJI.detach(), k_SI.detach(), w_TJ.detach()
     match implementation:
         case None | "blockwise":
-            return blockwise.lightning_indexer(q_TJI, k_SI, w_TJ, start_T, end_T, k=k, row_S=row_S)
+            with without_autocast(q_TJI):
+                return blockwise.lightning_indexer(q_TJI, k_SI, w_TJ, start_T, end_T, k=k, row_S=row_S)
         case "reference":
-            return reference.lightning_indexer(q_TJI, _keys(k_SI, row_S), w_TJ, start_T, end_T, k=k)
+            with without_autocast(q_TJI):
+                return reference.lightning_indexer(q_TJI, _keys(k_SI, row_S), w_TJ, start_T, end_T, k=k)
         case _ if callable(implementation):
             return implementation(q_TJI, _keys(k_SI, row_S), w_TJ, start_T, end_T, k=k)
         case _:
@@ -249,5 +255,5 @@ def _check_scores(function: str, q_TJI: Tensor, k_SI: Tensor, w_TJ: Tensor) -> N
 
 
 def _check_ranges(function: str, count: int, k: int, start_T: Tensor, end_T: Tensor) -> None:
-    require(isinstance(k, int) and k >= 1, function, "k must be an integer >= 1", k)
-    require_rows(function, count, start_T=start_T, end_T=end_T)
+    require(type(k) is int and k >= 1, function, "k must be an integer >= 1", k)
+    require_integers(function, count, start_T=start_T, end_T=end_T)

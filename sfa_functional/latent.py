@@ -27,7 +27,15 @@ def split_kv_b(
 
     Returns:
         ``(w_uk_HPL, w_uv_HVL)``, views of ``kv_b_proj``.
+
+    Raises:
+        ValueError: another shape.
+
+    Gradients: of ``kv_b_proj``.
+    Source: DeepSeek-V2 (2024), section 2.1.2; the row order is that of the published checkpoints.
     """
+    want = (config.num_attention_heads * (config.qk_nope_head_dim + config.v_head_dim), config.kv_lora_rank)
+    require(tuple(kv_b_proj.shape) == want, "split_kv_b", f"kv_b_proj must be {list(want)}", tuple(kv_b_proj.shape))
     heads = kv_b_proj.unflatten(0, (config.num_attention_heads, -1))
     return heads[:, : config.qk_nope_head_dim], heads[:, config.qk_nope_head_dim :]
 
@@ -135,6 +143,10 @@ def latent_projections(
 
     Raises:
         ValueError: as the two functions, or an implementation that can't run.
+
+    Gradients: as the two functions.
+    Cost: theirs together.
+    Source: as the two functions; the fused form is that of the Ascend operator npu_mla_prolog_v3.
     """
     match implementation:
         case None | "reference" | "blockwise":
@@ -168,6 +180,7 @@ def latent_output(params: LayerParams, out_THL: Float[Tensor, "T H L"], *, confi
     """
     want = (config.num_attention_heads, config.kv_lora_rank)
     require(tuple(out_THL.shape[1:]) == want, "latent_output", f"out must be [T, {want[0]}, {want[1]}]", out_THL.shape)
+    require_float("latent_output", out=out_THL, projections=params.o_proj)
     _, w_uv_HVL = split_kv_b(params.kv_b_proj, config)
     value_THV = einsum(out_THL, w_uv_HVL, "t h l, h v l -> t h v")
     return linear(rearrange(value_THV, "t h v -> t (h v)"), params.o_proj)

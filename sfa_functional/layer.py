@@ -14,7 +14,7 @@ from .indexer import index_keys, index_queries, index_weights, lightning_indexer
 from .latent import latent_output, latent_projections
 from .paged import Cache, Rows, cache_rows, map_selection, write_cache
 from .params import LayerParams
-from .precision import require, require_rows
+from .precision import require, require_rows, without_autocast
 from .rotary import rope_cos_sin
 from .selectors import Selector
 
@@ -63,7 +63,8 @@ def sfa_layer(
 
     Raises:
         ValueError: x and batch of different lengths; cached context or a block table without a cache, or a cache
-            without a block table; a layer without an indexer and without ``selection`` or ``select``.
+            without a block table; a selection that is not int32, or beside ``select``; a layer without an indexer
+            and without either.
 
     Gradients: of x, the projections, and the cache unless donated. A selection has none: the indexer learns from
         `indexer_kl` alone, its weights get no gradient here.
@@ -71,50 +72,55 @@ def sfa_layer(
     Source: DeepSeek-V3.2-Exp report (2025), section 2.1; DeepSeek-V3.2-Exp, inference/model.py, class MLA.
     """
     require_rows("sfa_layer", x_TD.shape[0], position_T=batch.position_T, selection=selection)
-    _check_cache(batch, cache)
-    named = implementation if implementation is None or isinstance(implementation, str) else None
-    belongs_T1 = batch.request_T[:, None] >= 0
-    x_TD = torch.where(belongs_T1, x_TD, 0)
-    cos, sin = rope_cos_sin(batch.position_T.clamp(min=0), config) if rope is None else rope
-
-    q_THE, q_latent_TQ, kv_TE = latent_projections(params, x_TD, cos, sin, config=config, implementation=named)
-    k_TI = None
-    if params.indexer is not None and (cache is not None or selection is None):
-        k_TI = index_keys(params.indexer, x_TD, cos, sin, config=config)
-    kv_SE: Rows = kv_TE
-    k_SI = k_TI
-    if cache is not None and batch.slot_T is not None:
-        cache = write_cache(cache, kv_TE, k_TI, batch.slot_T, donate=donate, implementation=named)
-        kv_SE = cache_rows(cache)
-        k_SI = None if cache.index_k is None else cache.index_k.flatten(0, 1)
-
-    if selection is not None:
-        topk_TK = global_selection(selection, batch)
-    else:
-        q_TJI = w_TJ = None
-        if params.indexer is not None:
-            q_TJI = index_queries(params.indexer, q_latent_TQ, cos, sin, config=config)
-            w_TJ = index_weights(params.indexer, x_TD, config=config)
-        k, row_S, start_T, end_T = config.index_topk, batch.row_S, batch.start_T, batch.end_T
-        if select is not None:
-            compared = {"q_TJI": q_TJI, "k_SI": k_SI, "w_TJ": w_TJ, "q_THE": q_THE, "kv_SE": kv_SE}
-            topk_TK = select(**compared, start_T=start_T, end_T=end_T, k=k, row_S=row_S)
-        elif q_TJI is None or k_SI is None or w_TJ is None:
-            raise ValueError("sfa_layer: a layer without an indexer needs selection= or select=; got neither")
-        else:
-            topk_TK = lightning_indexer(q_TJI, k_SI, w_TJ, start_T, end_T, k=k, row_S=row_S, implementation=named)
-        selection = local_selection(topk_TK, batch)
-
-    row_TK = topk_TK if batch.row_S is None else map_selection(topk_TK, batch.row_S)
-    out_THL, _ = sparse_attention(
-        q_THE,
-        kv_SE,
-        row_TK,
-        scale=config.softmax_scale,
-        value_dim=config.kv_lora_rank,
-        implementation=implementation,
+    require(
+        selection is None or selection.dtype == torch.int32, "sfa_layer", "selection must be int32", "another dtype"
     )
-    return LayerOutput(latent_output(params, out_THL, config=config), selection, cache)
+    require(selection is None or select is None, "sfa_layer", "selection= and select= exclude each other", "both")
+    _check_cache(batch, cache)
+    with without_autocast(x_TD):
+        named = implementation if implementation is None or isinstance(implementation, str) else None
+        belongs_T1 = batch.request_T[:, None] >= 0
+        x_TD = torch.where(belongs_T1, x_TD, 0)
+        cos, sin = rope_cos_sin(batch.position_T.clamp(min=0), config) if rope is None else rope
+
+        q_THE, q_latent_TQ, kv_TE = latent_projections(params, x_TD, cos, sin, config=config, implementation=named)
+        k_TI = None
+        if params.indexer is not None and (cache is not None or selection is None):
+            k_TI = index_keys(params.indexer, x_TD, cos, sin, config=config)
+        kv_SE: Rows = kv_TE
+        k_SI = k_TI
+        if cache is not None and batch.slot_T is not None:
+            cache = write_cache(cache, kv_TE, k_TI, batch.slot_T, donate=donate, implementation=named)
+            kv_SE = cache_rows(cache)
+            k_SI = None if cache.index_k is None else cache.index_k.flatten(0, 1)
+
+        if selection is not None:
+            topk_TK = global_selection(selection, batch)
+        else:
+            q_TJI = w_TJ = None
+            if params.indexer is not None:
+                q_TJI = index_queries(params.indexer, q_latent_TQ, cos, sin, config=config)
+                w_TJ = index_weights(params.indexer, x_TD, config=config)
+            k, row_S, start_T, end_T = config.index_topk, batch.row_S, batch.start_T, batch.end_T
+            if select is not None:
+                compared = {"q_TJI": q_TJI, "k_SI": k_SI, "w_TJ": w_TJ, "q_THE": q_THE, "kv_SE": kv_SE}
+                topk_TK = select(**compared, start_T=start_T, end_T=end_T, k=k, row_S=row_S)
+            elif q_TJI is None or k_SI is None or w_TJ is None:
+                raise ValueError("sfa_layer: a layer without an indexer needs selection= or select=; got neither")
+            else:
+                topk_TK = lightning_indexer(q_TJI, k_SI, w_TJ, start_T, end_T, k=k, row_S=row_S, implementation=named)
+            selection = local_selection(topk_TK, batch)
+
+        row_TK = topk_TK if batch.row_S is None else map_selection(topk_TK, batch.row_S)
+        out_THL, _ = sparse_attention(
+            q_THE,
+            kv_SE,
+            row_TK,
+            scale=config.softmax_scale,
+            value_dim=config.kv_lora_rank,
+            implementation=implementation,
+        )
+        return LayerOutput(latent_output(params, out_THL, config=config), selection, cache)
 
 
 def _check_cache(batch: Batch, cache: Cache | None) -> None:

@@ -5,8 +5,8 @@ from jaxtyping import Float, Int, Int32
 from torch import Tensor
 
 from . import blockwise
-from .paged import Rows, fetch_rows, map_rows, num_rows
-from .precision import require, require_float, require_rows, wide
+from .paged import Rows, fetch_rows, map_rows, num_rows, require_rows_fit
+from .precision import require, require_float, require_integers, require_rows, wide, without_autocast
 
 
 def indexer_kl(
@@ -41,7 +41,8 @@ def indexer_kl(
             selection the softmax of each head is taken over A and then averaged.
 
     Returns:
-        kl_T >= 0 in float32 (float64 for float64 q); 0 where A has at most one key. The caller averages and weights.
+        kl_T, >= 0 up to rounding, in float32 (float64 for float64 q); 0 where A has at most one key. The caller
+        averages and weights.
 
     Raises:
         ValueError: shapes or dtypes that don't fit.
@@ -52,43 +53,48 @@ def indexer_kl(
     Source: DeepSeek-V3.2-Exp report (2025), eq. 3 and 4.
     """
     count = q_TJI.shape[0]
-    require_rows("indexer_kl", count, w_TJ=w_TJ, q_THE=q_THE, start_T=start_T, end_T=end_T, topk_TK=topk_TK)
+    require_rows("indexer_kl", count, w_TJ=w_TJ, q_THE=q_THE, topk_TK=topk_TK)
+    require_integers("indexer_kl", count, start_T=start_T, end_T=end_T)
     require_float("indexer_kl", q=q_TJI, k=k_SI)
     shapes = (tuple(q_TJI.shape), tuple(k_SI.shape), tuple(w_TJ.shape))
     fits = q_TJI.ndim == 3 and k_SI.ndim == 2 and q_TJI.shape[2] == k_SI.shape[1] and q_TJI.shape[:2] == w_TJ.shape
     require(fits, "indexer_kl", "q, k, w must be [T, J, I], [S, I], [T, J]", shapes)
+    require_rows_fit("indexer_kl", q_THE, kv_SE)
     require(num_rows(kv_SE) == k_SI.shape[0], "indexer_kl", "kv and k must have the same rows", num_rows(kv_SE))
-    tiles = []
-    k_SI = blockwise.summed_wide(k_SI)
+    whole = topk_TK is None or (topk_TK.ndim == 2 and topk_TK.dtype == torch.int32)
+    require(whole, "indexer_kl", "topk must be int32 [T, K]", None if topk_TK is None else topk_TK.dtype)
     q_THE, kv_SE = q_THE.detach(), map_rows(kv_SE, Tensor.detach)
-    limit = max(1, blockwise.TILE_VALUES // max(1, k_SI.shape[0] * max(q_TJI.shape[1], q_THE.shape[1])))
-    for queries, span in blockwise.query_tiles(start_T, end_T, k_SI.shape[0], limit):
-        start_t, end_t, q_tJI, w_tJ = start_T[queries], end_T[queries], q_TJI[queries], w_TJ[queries]
-        q_tHE = q_THE[queries]
-        if topk_TK is None:
-            p_ts = blockwise.mean_weights(q_tHE, kv_SE, start_t, end_t, span, scale=scale)
-            k_sI, member_ts = blockwise.visible_rows(k_SI, start_t, end_t, slice(*span), None)
-            score_ts = blockwise.index_scores(q_tJI, k_sI, w_tJ)
-        else:
-            topk_tK = topk_TK[queries]
-            member_ts = (topk_tK >= start_t[:, None]) & (topk_tK < end_t[:, None])
-            member_ts = member_ts & (topk_tK >= 0) & (topk_tK < k_SI.shape[0])
-            topk_tK = torch.where(member_ts, topk_tK, -1)
-            kv_tKE = fetch_rows(kv_SE, topk_tK).to(wide(q_tHE.dtype))
-            p_ts = blockwise.softmax_weights(q_tHE, kv_tKE, member_ts, scale=scale)[0].mean(1)
-            k_tKI = fetch_rows(k_SI, topk_tK).to(wide(q_tJI.dtype))
-            heads_tJK = torch.relu(q_tJI.to(k_tKI.dtype) @ k_tKI.mT)
-            score_ts = (w_tJ.to(k_tKI.dtype)[:, None] @ heads_tJK)[:, 0]
-        tiles.append(_divergence(p_ts, score_ts, member_ts))
+    k_SI = blockwise.summed_wide(k_SI)
+    heads = max(q_TJI.shape[1], q_THE.shape[1])
+    widest = max(heads, q_THE.shape[2], q_TJI.shape[2])
+    size = k_SI.shape[0] * heads if topk_TK is None else topk_TK.shape[1] * widest
+    tiles = []
+    with without_autocast(q_TJI):
+        limit = max(1, blockwise.TILE_VALUES // max(1, size))
+        for queries, span in blockwise.query_tiles(start_T, end_T, k_SI.shape[0], limit):
+            start_t, end_t, q_tHE = start_T[queries], end_T[queries], q_THE[queries]
+            if topk_TK is None:
+                p_ts = blockwise.mean_weights(q_tHE, kv_SE, start_t, end_t, span, scale=scale)
+                k, member_ts = blockwise.visible_rows(k_SI, start_t, end_t, slice(*span), None)
+            else:
+                topk_tK = topk_TK[queries]
+                member_ts = (topk_tK >= start_t[:, None]) & (topk_tK < end_t[:, None])
+                member_ts = member_ts & (topk_tK >= 0) & (topk_tK < k_SI.shape[0])
+                topk_tK = torch.where(member_ts, topk_tK, -1)
+                kv_tKE = fetch_rows(kv_SE, topk_tK).to(wide(q_tHE.dtype))
+                p_ts = blockwise.softmax_weights(q_tHE, kv_tKE, member_ts, scale=scale)[0].mean(1)
+                k = fetch_rows(k_SI, topk_tK)
+            trained_t1 = member_ts.sum(-1, keepdim=True) > 1
+            q_tJI = torch.where(trained_t1[..., None], q_TJI[queries], 0)
+            score_ts = blockwise.index_scores(q_tJI, k, torch.where(trained_t1, w_TJ[queries], 0))
+            tiles.append(_divergence(p_ts, score_ts, member_ts & trained_t1))
     return torch.cat(tiles)
 
 
 def _divergence(p_ts: Tensor, score_ts: Tensor, member_ts: Tensor) -> Tensor:
-    """Return Σ p (ln p - ln π) over the members; 0, with zero gradients, where there is at most one."""
-    trained_t1 = member_ts.sum(-1, keepdim=True) > 1
-    member_ts = member_ts & trained_t1
+    """Return Σ p (ln p - ln π) over the members; 0, with zero gradients, where there are none."""
     score_ts = torch.where(member_ts, score_ts, -torch.inf)
-    log_pi_ts = torch.log_softmax(torch.where(trained_t1, score_ts, 0.0), dim=-1)
+    log_pi_ts = torch.log_softmax(torch.where(member_ts.any(-1, keepdim=True), score_ts, 0.0), dim=-1)
     p_ts = torch.where(member_ts, p_ts.to(score_ts.dtype), 0)
     log_pi_ts = torch.where(member_ts, log_pi_ts, 0)
     return (torch.xlogy(p_ts, p_ts) - p_ts * log_pi_ts).sum(-1)

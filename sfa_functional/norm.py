@@ -22,9 +22,13 @@ def rms_norm(x: Float[Tensor, "*rows W"], weight: Float[Tensor, " W"], eps: floa
     Returns:
         A tensor of x's shape and dtype.
 
+    Raises:
+        ValueError: x is not floating point, or the gain is not one value per column.
+
     Gradients: of x and weight, by autograd.
     Source: Zhang & Sennrich, "Root Mean Square Layer Normalization" (2019), eq. 4.
     """
+    _check("rms_norm", x, weight)
     wide_x = x.to(wide(x.dtype))
     scaled = wide_x * torch.rsqrt(wide_x.square().mean(-1, keepdim=True) + eps)
     return (scaled * weight.to(wide_x.dtype)).to(x.dtype)
@@ -47,9 +51,13 @@ def layer_norm(
     Returns:
         A tensor of x's shape and dtype.
 
+    Raises:
+        ValueError: x is not floating point, or gain or bias are not one value per column.
+
     Gradients: of x, weight and bias, by autograd.
     Source: Ba, Kiros & Hinton, "Layer Normalization" (2016), eq. 4.
     """
+    _check("layer_norm", x, weight, bias)
     dtype = wide(x.dtype)
     return functional.layer_norm(x.to(dtype), x.shape[-1:], weight.to(dtype), bias.to(dtype), eps).to(x.dtype)
 
@@ -83,3 +91,10 @@ def hadamard(x: Float[Tensor, "*rows W"]) -> Float[Tensor, "*rows W"]:
         y = torch.stack([low + high, low - high], dim=-2).flatten(-3)
         span *= 2
     return (y * width**-0.5).to(x.dtype)
+
+
+def _check(function: str, x: Tensor, *per_column: Tensor) -> None:
+    require(x.is_floating_point(), function, "x must be floating point", x.dtype)
+    for values in per_column:
+        fits = values.shape == x.shape[-1:]
+        require(fits, function, f"weight and bias must be [{x.shape[-1]}]", tuple(values.shape))

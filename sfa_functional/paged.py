@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .config import SFAConfig
 from .implementation import Implementation, refuse
-from .precision import require, require_rows
+from .precision import require, require_float, require_integers, require_rows
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -48,6 +48,16 @@ for _cls in (SplitRows, JointCache, SplitCache):
 def num_rows(rows: Tensor | SplitRows) -> int:
     """Return how many key rows there are."""
     return (rows.latent_SL if isinstance(rows, SplitRows) else rows).shape[0]
+
+
+def require_rows_fit(function: str, q_THE: Tensor, rows: Rows) -> None:
+    """Refuse queries and key rows that are not [T, H, E] and [S, E] of one floating dtype, split rows likewise."""
+    parts = [rows.latent_SL, rows.rope_SR] if isinstance(rows, SplitRows) else [rows]
+    shapes = (tuple(q_THE.shape), *(tuple(part.shape) for part in parts))
+    fits = q_THE.ndim == 3 and all(part.ndim == 2 and part.shape[0] == parts[0].shape[0] for part in parts)
+    fits = fits and sum(part.shape[-1] for part in parts) == q_THE.shape[-1]
+    require(fits, function, "q and kv must be [T, H, E] and [S, E]", shapes)
+    require_float(function, q=q_THE, kv=parts[0], rope=None if len(parts) == 1 else parts[1])
 
 
 def map_rows(rows: Rows, change: Callable[[Tensor], Tensor]) -> Rows:
@@ -102,6 +112,8 @@ def map_selection(topk_TK: Int32[Tensor, "T K"], row_S: Int[Tensor, " S"]) -> In
         int32 rows of the pool, in the order given. Only -1 is unused in it.
 
     Gradients: none (integers).
+    Cost: T·K reads of ``row_S``.
+    Source: the block tables of PagedAttention (Kwon et al., 2023), one indirection for all.
     """
     if row_S.shape[0] == 0:
         return torch.full_like(topk_TK, -1)
@@ -160,7 +172,7 @@ def token_slots(
     Gradients: none (integers).
     """
     require(block_size >= 1, "token_slots", "block_size must be >= 1", block_size)
-    require_rows("token_slots", request_T.shape[0], position_T=position_T)
+    require_integers("token_slots", request_T.numel(), request_T=request_T, position_T=position_T)
     requests, columns = block_table_BU.shape
     if requests == 0 or columns == 0:
         return torch.full_like(position_T, -1, dtype=torch.int64)
@@ -205,11 +217,11 @@ def validate_block_table(
     lacking_BU = (first_U < seq_len_B.to(block_table_BU.device)[:, None]) & ~held_BU
     room = block_table_BU.shape[1] * block_size
     if bool((seq_len_B > room).any()):
-        raise ValueError(f"block_table: a sequence must fit its {room} rows; got {int(seq_len_B.max())}")
+        raise ValueError(f"validate_block_table: a sequence must fit its {room} rows; got {int(seq_len_B.max())}")
     for b, u in lacking_BU.nonzero()[:1].tolist():
         pool = "" if num_blocks is None else f" in 0..{num_blocks - 1}"
         rule = f"position {u * block_size} of request {b} must have a page{pool}"
-        raise ValueError(f"block_table: {rule}; got {int(block_table_BU[b, u])}")
+        raise ValueError(f"validate_block_table: {rule}; got {int(block_table_BU[b, u])}")
 
 
 def init_cache(
@@ -255,7 +267,16 @@ def init_cache(
 
 
 def cache_rows(cache: Cache) -> Tensor | SplitRows:
-    """View a pool's pages as key rows, numbered by slot; no copy."""
+    """View a pool's pages as key rows, numbered by slot; no copy of a contiguous pool.
+
+    Args:
+        cache: the pool.
+
+    Returns:
+        [blocks · block_size, E], or `SplitRows` of a split pool.
+
+    Gradients: of the pool.
+    """
     if isinstance(cache, JointCache):
         return cache.kv.flatten(0, 1)
     return SplitRows(latent_SL=cache.latent.flatten(0, 1), rope_SR=cache.rope.flatten(0, 1))
@@ -290,8 +311,8 @@ def write_cache(
         The pool after the write, of the class given.
 
     Raises:
-        ValueError: row counts, widths or dtypes that don't fit, index keys for a pool without them, or an
-            implementation that can't run.
+        ValueError: row counts, widths or dtypes that don't fit, index keys for a pool without them, a donated pool
+            that can't be written in place, or an implementation that can't run; nothing is written then.
         IndexError: a slot past the pool (found by the device).
 
     Gradients: of the pool (without donate) and of the new rows.
@@ -304,19 +325,23 @@ def write_cache(
             return implementation(cache, kv_TE, k_TI, slot_T, index_slot_T=index_slot_T, donate=donate)
         case _:
             raise refuse("write_cache", implementation)
-    require_rows("write_cache", kv_TE.shape[0], slot_T=slot_T, k_TI=k_TI, index_slot_T=index_slot_T)
-    require(
-        k_TI is None or cache.index_k is not None,
-        "write_cache",
-        "k_TI must be None for a pool without index keys",
-        k_TI,
-    )
+    require_rows("write_cache", kv_TE.shape[0], k_TI=k_TI)
+    require_integers("write_cache", kv_TE.shape[0], slot_T=slot_T, index_slot_T=index_slot_T)
+    if k_TI is not None:
+        rule = "k_TI must be None for a pool without index keys"
+        require(cache.index_k is not None, "write_cache", rule, tuple(k_TI.shape))
     index_slot_T = slot_T if index_slot_T is None else index_slot_T
     pools = [cache.kv] if isinstance(cache, JointCache) else [cache.latent, cache.rope]
     require(_fits(kv_TE, *pools), "write_cache", "kv must have the pool's width and dtype", _kinds(kv_TE, *pools))
     index_k = cache.index_k
     if k_TI is not None and index_k is not None:
         require(_fits(k_TI, index_k), "write_cache", "k must have index_k's width and dtype", _kinds(k_TI, index_k))
+    if donate:
+        for pages in [*pools, *([] if index_k is None else [index_k])]:
+            require(pages.is_contiguous(), "write_cache", "a donated pool must be contiguous", pages.stride())
+            needed = pages.is_leaf and pages.requires_grad and torch.is_grad_enabled()
+            require(not needed, "write_cache", "a donated pool must not be a leaf that requires grad", "one")
+    if k_TI is not None and index_k is not None:
         index_k = _put(index_k, k_TI, index_slot_T, donate)
     parts = kv_TE.split([pages.shape[-1] for pages in pools], dim=-1)
     written = [_put(pages, rows, slot_T, donate) for pages, rows in zip(pools, parts, strict=True)]

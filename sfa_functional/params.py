@@ -80,8 +80,13 @@ def param_shapes(config: SFAConfig, *, layer: int = 0) -> dict[str, tuple[int, .
         config: the model's sizes.
         layer: 0-based number; a shared layer has no ``indexer.*`` entries.
 
+    Returns:
+        Field -> shape.
+
     Raises:
         ValueError: the layer does not exist.
+
+    Source: config.json and the weight listings of deepseek-ai/DeepSeek-V3.2 and zai-org/GLM-5.
     """
     if not 0 <= layer < config.num_layers:
         raise ValueError(f"param_shapes: layer must be in 0..{config.num_layers - 1}; got {layer}")
@@ -187,6 +192,9 @@ def params_from_state(
 
     Raises:
         ValueError: a missing key, a wrong shape, or a dtype that is not floating point, each by name.
+
+    Gradients: the tensors are those of ``state``.
+    Source: the key names of deepseek-ai/DeepSeek-V3.2 and of its inference/convert.py.
     """
     tensors = {}
     for field, shape in param_shapes(config, layer=layer).items():

@@ -1,5 +1,7 @@
 """Which dtype a sum is taken in, and the checks that every public function makes of its arguments."""
 
+from contextlib import AbstractContextManager, nullcontext
+
 import torch
 from torch import Tensor
 
@@ -9,10 +11,31 @@ def wide(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+def without_autocast(x: Tensor) -> AbstractContextManager[object]:
+    """Suspend ``torch.autocast`` on x's device: it would take products in bfloat16 that are promised in float32."""
+    device = x.device.type
+    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+        return torch.autocast(device, enabled=False)
+    return nullcontext()
+
+
 def require(ok: bool, function: str, rule: str, got: object) -> None:
     """Raise ``ValueError("function: rule; got value")`` unless ``ok``. Looks at shapes and dtypes, never at data."""
     if not ok:
         raise ValueError(f"{function}: {rule}; got {got}")
+
+
+def require_integers(function: str, count: int, **tensors: Tensor | None) -> None:
+    """Refuse tensors that are not one-dimensional, of ``count`` integers."""
+    for name, x in tensors.items():
+        if x is not None:
+            whole = not (x.is_floating_point() or x.is_complex() or x.dtype == torch.bool)
+            require(
+                x.ndim == 1 and x.shape[0] == count and whole,
+                function,
+                f"{name} must be {count} integers",
+                (x.dtype, tuple(x.shape)),
+            )
 
 
 def require_float(function: str, **tensors: Tensor | None) -> None:

@@ -4,6 +4,8 @@ Nothing here is fast, and nothing here is shared with the code that it judges. A
 as one [S, E] tensor; memory is bounded by mapping as many queries at once as keep the copied rows below 2^24 values.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.func import vmap
@@ -14,9 +16,9 @@ def attend(q_HE: Tensor, kv_KE: Tensor, valid_K: Tensor, *, scale: float, value_
 
     z = scale · q kvᵀ;  lse = ln Σ e^z;  out = Σ e^(z - lse) · kv[:, :value_dim]  (DeepSeek-V2, 2024, eq. 10).
     """
-    rows_KE = torch.where(valid_K[:, None], kv_KE, 0)
-    z_HK = scale * (_wide(q_HE) @ rows_KE.T)
     any_valid = valid_K.any()
+    rows_KE = torch.where(valid_K[:, None], kv_KE, 0)
+    z_HK = scale * (_wide(torch.where(any_valid, q_HE, 0)) @ rows_KE.T)
     z_HK = torch.where(valid_K | ~any_valid, z_HK, -torch.inf)
     lse_H = torch.logsumexp(z_HK, dim=-1)
     p_HK = torch.where(valid_K, torch.exp(z_HK - lse_H[:, None]), 0)
@@ -53,23 +55,27 @@ def dense_attention(
 
 
 def index_score(q_JI: Tensor, k_SI: Tensor, w_J: Tensor) -> Tensor:
-    """Score all keys for one query: Σ_j w_j · relu(q_j · k_s)  (DeepSeek-V3.2-Exp report, 2025, eq. 1)."""
+    """Score all keys for one query: Σ_j w_j · relu(q_j · k_s)  (DeepSeek-V3.2-Exp report, 2025, eq. 1).
+
+    A key that is not finite scores NaN.
+    """
     heads_JS = torch.relu(_wide(q_JI) @ _wide(k_SI).T)
-    return w_J.to(heads_JS.dtype) @ heads_JS
+    return torch.where(k_SI.isfinite().all(-1), w_J.to(heads_JS.dtype) @ heads_JS, torch.nan)
 
 
 def select(score_S: Tensor, start: Tensor, end: Tensor, *, k: int) -> Tensor:
     """Choose k visible keys for one query: highest score, then lowest row; all of them where there are at most k."""
-    row_S = torch.arange(score_S.shape[0], device=score_S.device)
+    num_rows = score_S.shape[0]
+    row_S = torch.arange(num_rows, device=score_S.device)
     visible_S = (row_S >= start) & (row_S < end)
     few = visible_S.sum() <= k
     eligible_S = visible_S & (few | ~score_S.isnan())
-    rank_S = torch.where(few | ~eligible_S, 0, score_S)
-    by_score = rank_S.argsort(descending=True, stable=True)
-    chosen = by_score[eligible_S[by_score].logical_not().to(torch.int8).argsort(stable=True)][:k]
-    chosen = torch.where(eligible_S[chosen], chosen, score_S.shape[0]).sort().values
-    chosen = torch.where(chosen < score_S.shape[0], chosen, -1)
-    return torch.nn.functional.pad(chosen, (0, k - chosen.shape[0]), value=-1).to(torch.int32)
+    by_score_S = torch.where(few | ~eligible_S, 0, score_S).argsort(descending=True, stable=True)
+    eligible_first_S = eligible_S[by_score_S].to(torch.int8).argsort(descending=True, stable=True)
+    best_K = by_score_S[eligible_first_S][:k]
+    best_K = torch.where(eligible_S[best_K], best_K, num_rows).sort().values
+    best_K = torch.where(best_K < num_rows, best_K, -1)
+    return torch.nn.functional.pad(best_K, (0, k - best_K.shape[0]), value=-1).to(torch.int32)
 
 
 def select_topk(score_TS: Tensor, start_T: Tensor, end_T: Tensor, *, k: int) -> Tensor:
@@ -91,10 +97,9 @@ def _wide(x: Tensor) -> Tensor:
     return x.to(torch.float64 if x.dtype == torch.float64 else torch.float32)
 
 
-def _map(one, size: int, *per_query: Tensor):  # type: ignore[no-untyped-def]
+def _map(one: Any, size: int, *per_query: Tensor) -> Any:
     """Apply a function of one query to all, at most 2^24 / size at once; no queries are one blank query, cut off."""
-    count = per_query[0].shape[0]
-    if count == 0:
-        blank = [x.new_zeros(1, *x.shape[1:]) for x in per_query]
-        return torch.utils._pytree.tree_map(lambda x: x[:0], _map(one, size, *blank))
+    if per_query[0].shape[0] == 0:
+        result = _map(one, size, *(x.new_zeros(1, *x.shape[1:]) for x in per_query))
+        return tuple(x[:0] for x in result) if isinstance(result, tuple) else result[:0]
     return vmap(one, chunk_size=max(1, 2**24 // max(size, 1)))(*per_query)

@@ -87,9 +87,9 @@ def rotate(
     width = x.shape[-1]
     require(pairing in ("interleaved", "half"), "rotate", "pairing must be 'interleaved' or 'half'", repr(pairing))
     require(
-        cos.shape == sin.shape and width == 2 * cos.shape[-1],
+        cos.shape == sin.shape and width == 2 * cos.shape[-1] and cos.shape[:-1] == x.shape[: cos.ndim - 1],
         "rotate",
-        "x must be twice as wide as cos and sin",
+        "cos and sin must have the rows of x and half its width",
         (tuple(x.shape), tuple(cos.shape), tuple(sin.shape)),
     )
     dtype = wide(x.dtype)

@@ -14,15 +14,15 @@ from torch import Tensor
 
 from . import blockwise
 from .indexer import lightning_indexer
-from .paged import Rows, SplitRows, num_rows, present_rows
-from .precision import require
+from .paged import Rows, SplitRows, num_rows
+from .precision import require, without_autocast
 
 Selector = Callable[..., Int32[Tensor, "T K"]]
 
 
 def window(
     *,
-    kv_SE: Rows,
+    kv_SE: Rows | None = None,
     start_T: Int[Tensor, " T"],
     end_T: Int[Tensor, " T"],
     k: int,
@@ -32,7 +32,8 @@ def window(
     """Choose the last k visible keys: a sliding window.
 
     Args:
-        kv_SE: key rows; only their number matters, which is that of ``row_S`` if it is given.
+        kv_SE: key rows; only their number S matters, which is that of ``row_S`` if it is given. None takes the ranges
+            as they are.
         start_T: first visible key row of each query; below 0 is 0.
         end_T: one past the last; above S is S.
         k: keys to choose, >= 1.
@@ -47,36 +48,53 @@ def window(
     Source: Beltagy et al., "Longformer" (2020), section 3.1.
     """
     require(k >= 1, "window", "k must be >= 1", k)
-    end_T = end_T.clamp(max=_num_keys(kv_SE, row_S))
-    first_T1 = torch.maximum(start_T, end_T - k).clamp(min=0)[:, None]
+    start_T, end_T = start_T.clamp(min=0), end_T.clamp(min=0)
+    if kv_SE is not None:
+        end_T = end_T.clamp(max=_num_keys(kv_SE, row_S))
+    first_T1 = torch.maximum(start_T, end_T - k)[:, None]
     rows_TK = first_T1 + torch.arange(k, device=start_T.device)
     return torch.where(rows_TK < end_T[:, None], rows_TK, -1).to(torch.int32)
 
 
 def random_keys(generator: torch.Generator) -> Selector:
-    """Return a selector that chooses k visible keys at random, the same ones for the same shapes.
+    """Return a selector that chooses k visible keys at random, the same ones for the same ranges.
+
+    Every pair of a query's number and a key row gets a number, the k highest are chosen.
 
     Args:
         generator: gives the selector its seed (one number is drawn from it, here); calls draw nothing from it, so a
-            second call with the same arguments returns the same keys. Two layers of equal shapes get the same keys
-            from one selector: make one per layer where that matters.
+            second call with the same arguments returns the same keys. Layers get the same keys from one selector:
+            make one per layer where that matters.
 
     Returns:
         A selector.
+
+    Raises:
+        ValueError: in the call: k < 1.
+
+    Cost: a hash per query and key of its tile, and the selection.
+    Source: Steele et al., "Fast splittable pseudorandom number generators" (2014), for the hash.
     """
     seed = int(torch.randint(2**62, (), generator=generator, device=generator.device))
 
-    def select(
-        *, kv_SE: Tensor | SplitRows, start_T: Tensor, end_T: Tensor, k: int, row_S: Tensor | None, **_: Any
-    ) -> Tensor:
-        numbers = torch.Generator().manual_seed(seed)
-
+    def select(*, kv_SE: Rows, start_T: Tensor, end_T: Tensor, k: int, row_S: Tensor | None = None, **_: Any) -> Tensor:
         def score(queries: slice, low: int, high: int) -> Tensor:
-            return torch.rand(queries.stop - queries.start, high - low, generator=numbers).to(start_T.device)
+            t_T1 = torch.arange(queries.start, queries.stop, device=start_T.device)[:, None]
+            return _hash(t_T1 * 0x9E3779B1 + torch.arange(low, high, device=start_T.device) * 0x85EBCA77 + seed)
 
         return _best(score, start_T, end_T, _num_keys(kv_SE, row_S), k)
 
     return select
+
+
+def _hash(counter: Tensor) -> Tensor:
+    """Mix 64-bit counters to numbers in [0, 1): the same on every device, whatever the tiles and transforms.
+
+    The mixing steps are those of SplitMix64 (Steele et al., 2014); shifts of negative numbers are made unsigned.
+    """
+    for shift, factor in ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15)):
+        counter = (counter ^ ((counter >> shift) & (2 ** (64 - shift) - 1))) * factor
+    return ((counter >> 11) & (2**53 - 1)).double() * 2.0**-53
 
 
 def block_topk(block: int) -> Selector:
@@ -84,7 +102,8 @@ def block_topk(block: int) -> Selector:
 
     Every key gets the highest score among the visible keys of its block, blocks being runs of ``block`` rows from
     the query's first visible row; then the k best keys are chosen, ties to the lower row. Where k is a multiple of
-    ``block``, these are whole blocks (the last visible one may be cut by what the query sees).
+    ``block``, these are whole blocks, unless the last visible one is chosen and is short: then the block that comes
+    last in rank is cut too.
 
     Args:
         block: rows of a block, >= 1; 1 is the lightning indexer.
@@ -114,10 +133,11 @@ def block_topk(block: int) -> Selector:
             raise ValueError("block_topk: the layer must have an indexer; got none")
         if block == 1:
             return lightning_indexer(q_TJI, k_SI, w_TJ, start_T, end_T, k=k, row_S=row_S)
-        rows_SI = k_SI if row_S is None else present_rows(k_SI, row_S)
 
         def score(queries: slice, low: int, high: int) -> Tensor:
-            score_ts = blockwise.index_scores(q_TJI[queries], rows_SI[low:high], w_TJ[queries])
+            k_sI, held_s = blockwise.key_tile(k_SI, slice(low, high), row_S)
+            score_ts = blockwise.index_scores(q_TJI[queries], k_sI, w_TJ[queries])
+            score_ts = score_ts if held_s is None else torch.where(held_s, score_ts, torch.nan)
             s_s = torch.arange(low, high, device=start_T.device)
             seen_ts = blockwise.visible(s_s, start_T[queries], end_T[queries]) & ~score_ts.isnan()
             block_ts = (s_s - start_T[queries].clamp(min=0)[:, None]).clamp(0, max(0, high - low - 1)) // block
@@ -125,7 +145,7 @@ def block_topk(block: int) -> Selector:
             best_ts = lowest_ts.scatter_reduce(1, block_ts, torch.where(seen_ts, score_ts, lowest_ts), "amax")
             return torch.where(seen_ts, best_ts.gather(1, block_ts), torch.nan)
 
-        return _best(score, start_T, end_T, rows_SI.shape[0], k, heads=q_TJI.shape[1])
+        return _best(score, start_T, end_T, _num_keys(k_SI, row_S), k, heads=q_TJI.shape[1])
 
     return select
 
@@ -140,7 +160,13 @@ def best_keys(scale: float) -> Selector:
         scale: of the logits, ``config.softmax_scale``.
 
     Returns:
-        A selector. It computes dense attention's weights, a tile of queries at a time.
+        A selector.
+
+    Raises:
+        ValueError: in the call: k < 1.
+
+    Cost: dense attention's weights, a tile of queries at a time with all keys of its span.
+    Source: the definition of attention mass; the oracle that published selections are measured against.
     """
 
     def select(
@@ -166,11 +192,12 @@ def _best(
     score: Callable[[slice, int, int], Tensor], start_T: Tensor, end_T: Tensor, num_keys: int, k: int, *, heads: int = 1
 ) -> Tensor:
     """Choose the k best visible keys by scores that ``score(queries, low, high)`` gives for a tile."""
-    require(k >= 1, "select", "k must be >= 1", k)
+    require(k >= 1, "selector", "k must be >= 1", k)
+    start_T, end_T = start_T.clamp(0, num_keys), end_T.clamp(0, num_keys)
     limit = max(1, blockwise.TILE_VALUES // max(1, num_keys * heads))
     selections = []
     for queries, (low, high) in blockwise.query_tiles(start_T, end_T, num_keys, limit):
-        with torch.no_grad():
+        with torch.no_grad(), without_autocast(start_T):
             score_ts = score(queries, low, high)
         topk_tK = blockwise.select_topk(score_ts, start_T[queries] - low, end_T[queries] - low, k=k)
         selections.append(torch.where(topk_tK >= 0, topk_tK + low, -1))

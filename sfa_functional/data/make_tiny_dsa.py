@@ -4,7 +4,8 @@
 
 Bytes are tokens. First the whole model learns with dense attention, its indexers idle; then the indexers alone learn
 to predict that attention (`indexer_kl` over all visible keys), as in the published recipe. The text is
-`sfa_functional.bundled.training_text`; `held_out_text` is never read. About half an hour on two cores; the result depends on the machine in its last bits.
+`sfa_functional.bundled.training_text`; `held_out_text` is never read. About half an hour on two cores; the result
+depends on the machine in its last bits.
 """
 
 import argparse

@@ -833,3 +833,34 @@ def test_packed_documents_stay_apart_in_a_whole_model() -> None:
             packed = model(ids_1T, attention_mask=mask, position_ids=position_1T, use_cache=False).logits[0]
         alone = [model(ids_1T[:, s], use_cache=False).logits[0] for s in (slice(0, 5), slice(5, 12))]
         close(packed, torch.cat(alone))
+
+
+@variants
+def test_autocast_computes_attention_in_the_weights_dtype(variant: str) -> None:
+    """As a float32 attention would inside of an autocast model; transformers' own takes its products in bfloat16."""
+    torch.manual_seed(0)
+    model = (GlmMoeDsaForCausalLM if variant == "glm" else DeepseekV32ForCausalLM)(make_config(variant))
+    random_weights(model)
+    module: Any = model.model.layers[0].self_attn
+    seen: list[tuple[Tensor, Tensor]] = []
+    module.register_forward_hook(
+        lambda _m, _a, named, result: seen.append((named["hidden_states"], result[0])), with_kwargs=True
+    )
+    ids = torch.arange(20)[None]
+    with torch.no_grad(), sfa.use_sfa(model), torch.autocast("cpu", torch.bfloat16):
+        model(ids, use_cache=False)
+    x_1TD, y_1TD = seen[0]
+    params, batch = hf.layer_params(module), sfa.Batch.from_lengths([20])
+    with torch.no_grad():
+        want_TD = sfa.sfa_layer(params, x_1TD[0].float(), batch, config=hf.module_config(module)).y_TD
+    assert torch.equal(y_1TD[0], want_TD.to(y_1TD.dtype))
+
+
+def test_a_live_model_is_followed_where_its_class_ignores_its_flags() -> None:
+    peer = make_peer("glm", indexer_rope_interleave=False)
+    assert peer.config.index_rope_pairing == "interleaved"
+    x_TD = hidden_states(20)
+    y_TD, selection_TK = peer.run(x_TD)
+    own = sfa.sfa_layer(hf.layer_params(peer.layers[0]), x_TD, sfa.Batch.from_lengths([20]), config=peer.config)
+    assert sets(own.selection_TK) == sets(selection_TK)
+    close(own.y_TD, y_TD)

@@ -447,13 +447,13 @@ def test_wrong_arguments_are_refused(unchecked):
         with pytest.raises(ValueError) as error:
             sfa.sparse_attention(*arguments, **(NAMED | changes))
         assert str(error.value) == f"sparse_attention: {message}"
-    with pytest.raises(ValueError, match=r"^dense_attention: end_T must have 8 rows; got \(2,\)$"):
+    with pytest.raises(ValueError, match=r"^dense_attention: end_T must be 8 integers; got \(torch.int64, \(2,\)\)$"):
         sfa.dense_attention(q_THE, kv_SE, torch.zeros(8).long(), torch.zeros(2).long(), **NAMED)
     with pytest.raises(ValueError, match=r"^merge_attention: parts must hold at least one result; got 0$"):
         sfa.merge_attention([])
     part = sfa.AttentionOutput(torch.zeros(2, H, L), torch.zeros(2, H))
     for other in (part.out_THL[:1], part.out_THL.bfloat16()):
-        with pytest.raises(ValueError, match=r"^merge_attention: parts must have one shape and dtype; got"):
+        with pytest.raises(ValueError, match=r"^merge_attention: parts must have one dtype and the shapes"):
             sfa.merge_attention([part, part._replace(out_THL=other)])
 
 
@@ -469,3 +469,56 @@ def test_validate_selection_names_the_first_query_at_fault():
         sfa.validate_selection(_int32([[-1, 0], [0, 4]]), *ranges)
     with pytest.raises(ValueError, match=r"^validate_selection: rows of a query must differ; got 2 twice at 1$"):
         sfa.validate_selection(_int32([[1, 2, -1], [2, 0, 2]]), *ranges)
+
+
+@pytest.mark.parametrize("implementation", ["reference", "blockwise"])
+def test_nan_in_a_query_without_keys_reaches_no_result_and_no_gradient(implementation):
+    q_THE, kv_SE = torch.randn(4, 2, 6), torch.randn(5, 6)
+    q_THE[1] = torch.nan
+    start_T, end_T = torch.tensor([0, 2, 0, 1]), torch.tensor([2, 2, 5, 4])
+    topk_TK = torch.tensor([[0, 1], [-1, 9], [4, 0], [2, 3]], dtype=torch.int32)
+    for call, arguments in ((sfa.dense_attention, (start_T, end_T)), (sfa.sparse_attention, (topk_TK,))):
+        q, kv = q_THE.clone().requires_grad_(), kv_SE.clone().requires_grad_()
+        out = call(q, kv, *arguments, scale=0.5, value_dim=4, implementation=implementation)
+        assert out.out_THL[1].eq(0).all()
+        assert out.lse_TH[1].eq(-torch.inf).all()
+        (out.out_THL.square().sum() + out.lse_TH[[0, 2, 3]].sum()).backward()
+        assert q.grad.isfinite().all()
+        assert q.grad[1].eq(0).all()
+        assert kv.grad.isfinite().all()
+
+
+def test_split_rows_of_different_lengths_or_dtypes_are_refused(unchecked):
+    q_THE, topk_TK = torch.randn(2, 1, 6), torch.zeros(2, 1, dtype=torch.int32)
+    latent_SL = torch.randn(5, 4)
+    for rope_SR, message in (
+        (torch.randn(3, 2), "q and kv must be [T, H, E] and [S, E]; got ((2, 1, 6), (5, 4), (3, 2))"),
+        (torch.randn(5, 2).double(), "q, kv, rope must have one dtype"),
+    ):
+        rows = sfa.SplitRows(latent_SL=latent_SL, rope_SR=rope_SR)
+        with pytest.raises(ValueError) as error:
+            sfa.sparse_attention(q_THE, rows, topk_TK, scale=1.0, value_dim=4)
+        assert str(error.value).startswith(f"sparse_attention: {message}")
+
+
+@pytest.mark.parametrize("implementation", ["reference", "blockwise"])
+def test_autocast_changes_no_result(implementation):
+    """torch.autocast would take the products in bfloat16, which these functions promise in float32."""
+    q_THE, kv_SE, topk_TK = torch.randn(4, 2, 6), torch.randn(5, 6), torch.tensor([[0, 3]] * 4, dtype=torch.int32)
+    ranges = torch.zeros(4).long(), torch.full((4,), 5)
+    index = torch.randn(4, 3, 8), torch.randn(5, 8), torch.randn(4, 3)
+
+    def results():
+        named = {"implementation": implementation}
+        yield from sfa.sparse_attention(q_THE, kv_SE, topk_TK, scale=0.5, value_dim=4, **named)
+        yield from sfa.dense_attention(q_THE, kv_SE, *ranges, scale=0.5, value_dim=4, **named)
+        yield sfa.lightning_indexer(*index, *ranges, k=2, **named)
+        yield sfa.index_scores(*index)
+        yield sfa.indexer_kl(*index, q_THE, kv_SE, *ranges, scale=0.5)
+
+    plain = list(results())
+    with torch.autocast("cpu", torch.bfloat16):
+        assert (q_THE[:, 0] @ kv_SE.T).dtype == torch.bfloat16
+        for got, want in zip(results(), plain, strict=True):
+            assert got.dtype == want.dtype
+            assert torch.equal(got, want)

@@ -121,7 +121,7 @@ REFUSED = [
     (
         ([1, 5],),
         {"block_table": torch.tensor([[0, 1], [2, -1]], dtype=torch.int32), "block_size": 4},
-        "block_table: position 4 of request 1 must have a page; got -1",
+        "validate_block_table: position 4 of request 1 must have a page; got -1",
     ),
     (([9],), {"block_table": _table(1, 2), "block_size": 4}, "a sequence must fit its 8 rows of the table; got 9"),
 ]
@@ -131,16 +131,18 @@ REFUSED = [
 def test_lengths_that_do_not_fit_are_refused(arguments, named, message, unchecked):
     with pytest.raises(ValueError) as error:
         sfa.Batch.from_lengths(*arguments, **named)
-    assert str(error.value) == (message if message.startswith("block_table:") else f"Batch: {message}")
+    assert str(error.value) == (
+        message if message.startswith("validate_block_table:") else f"Batch.from_lengths: {message}"
+    )
 
 
 def test_next_refuses_a_batch_without_a_table_and_wrong_lengths():
     with pytest.raises(ValueError, match=r"^Batch.next: the batch must have a block table; got none$"):
         sfa.Batch.from_lengths([2]).next([1])
     batch = sfa.Batch.from_lengths([2], block_table=_table(1, 2), block_size=2)
-    with pytest.raises(ValueError, match=r"^Batch: new_lens must have 1 entries; got 2$"):
+    with pytest.raises(ValueError, match=r"^Batch.next: new_lens must have 1 entries; got 2$"):
         batch.next([1, 1])
-    with pytest.raises(ValueError, match=r"^Batch: a sequence must fit its 4 rows of the table; got 5$"):
+    with pytest.raises(ValueError, match=r"^Batch.from_lengths: a sequence must fit its 4 rows of the table; got 5$"):
         batch.next([3])
 
 

@@ -1,6 +1,7 @@
 """`sfa eval` on small models of both types and on the bundled checkpoint; bad input is one line and exit code 2."""
 
 import json
+import os
 import shutil
 import sys
 
@@ -230,9 +231,74 @@ def test_a_failing_run_leaves_no_result_behind(deepseek, text, tmp_path, capsys,
     def fail(*_, **__):
         raise OSError("disk full")
 
-    monkeypatch.setattr(cli.json, "dump", fail)
+    monkeypatch.setattr(cli.json, "dumps", fail)
     with pytest.raises(SystemExit):
         run(deepseek, "--text", text, "--topk", 8, "--json", out)
     assert "disk full" in capsys.readouterr().err
     assert [p.name for p in out.parent.iterdir()] == ["out.json"]
     assert out.read_text() == "before"
+
+
+def test_results_go_where_a_link_points_and_never_onto_a_device(deepseek, text, tmp_path, capsys):
+    (tmp_path / "link.json").symlink_to(tmp_path / "target.json")
+    run(deepseek, "--text", text, "--topk", 8, "--json", tmp_path / "link.json")
+    assert (tmp_path / "link.json").is_symlink()
+    assert json.loads((tmp_path / "target.json").read_text())["tokens"] == 300
+    assert (tmp_path / "target.json").stat().st_mode & 0o400
+    capsys.readouterr()
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    assert f"--json {pipe}: must be a file" in refusal(capsys, deepseek, "--text", text, "--json", pipe)
+    assert "--json" in refusal(capsys, deepseek, "--text", text, "--json", tmp_path)
+    assert "--json" in refusal(capsys, deepseek, "--text", text, "--json", tmp_path / ("x" * 300))
+
+
+def test_more_keys_than_tokens_are_dense(deepseek, text, tmp_path):
+    out = tmp_path / "out.json"
+    run(deepseek, "--text", text, "--context", 50, "--topk", 10**12, "--json", out)
+    result = json.loads(out.read_text())
+    assert result["perplexity_at_k"][str(10**12)] == pytest.approx(result["perplexity_dense"], rel=1e-5)
+
+
+def test_two_tokens_in_a_context_of_two_are_enough(deepseek, tmp_path):
+    path, out = tmp_path / "text.txt", tmp_path / "out.json"
+    path.write_text("ab")
+    run(deepseek, "--text", path, "--context", 2, "--json", out)
+    assert json.loads(out.read_text())["tokens"] == 2
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
+def test_dtypes_that_would_be_misread_are_refused_in_any_layer(dtype, deepseek, text, tmp_path, capsys):
+    copy = edited(deepseek, tmp_path / "copy")
+    tensors = load_file(deepseek / "model.safetensors")
+    key = "model.layers.0.mlp.up_proj.weight"
+    save_file(tensors | {key: tensors[key].to(dtype)}, copy / "model.safetensors", metadata={"format": "pt"})
+    line = refusal(capsys, copy, "--text", text)
+    assert f"{key} must be F64, F32, F16, BF16" in line
+
+
+def test_results_that_are_no_numbers_are_refused(deepseek, text, tmp_path, capsys):
+    copy, out = edited(deepseek, tmp_path / "copy"), tmp_path / "out.json"
+    tensors = load_file(deepseek / "model.safetensors")
+    for factor, word in ((torch.nan, "nan"), (1e6, "inf")):
+        spoiled = tensors | {"lm_head.weight": tensors["lm_head.weight"] * factor}
+        save_file(spoiled, copy / "model.safetensors", metadata={"format": "pt"})
+        line = refusal(capsys, copy, "--text", text, "--topk", 8, "--json", out)
+        assert "must be finite; got [" in line
+        assert word in line
+        assert not out.exists()
+
+
+def test_a_tokenizer_beside_the_weights_is_used(deepseek, text, tmp_path, capsys):
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    copy, out = edited(deepseek, tmp_path / "copy"), tmp_path / "out.json"
+    words = {word: n for n, word in enumerate(sorted(set(text.read_text().split())))} | {"?": 200}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="?"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.save(str(copy / "tokenizer.json"))
+    run(copy, "--text", text, "--topk", 8, "--json", out)
+    assert json.loads(out.read_text())["tokens"] == len(text.read_text().split())
+    capsys.readouterr()
+    (copy / "tokenizer.json").write_text("{}")
+    assert "tokenizer.json: not a tokenizer" in refusal(capsys, copy, "--text", text)

@@ -222,3 +222,33 @@ def test_a_config_is_hashable_and_frozen(config):
     assert {config: "found"}[replace(config)] == "found"
     with pytest.raises(FrozenInstanceError):
         config.index_topk = 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "name"),
+    [
+        ({"indexer_types": 5}, "indexer_types"),
+        ({"indexer_types": [["x"]] * 61}, "indexer_types"),
+        ({"index_topk_pattern": 7}, "index_topk_pattern"),
+        ({"rope_parameters": 5}, "rope_parameters"),
+        ({"rope_parameters": "abc"}, "rope_parameters"),
+        (
+            {"rope_scaling": {"type": "yarn", "factor": 4, "original_max_position_embeddings": 64, "mscale": "x"}},
+            "mscale",
+        ),
+        (
+            {"rope_scaling": {"type": "yarn", "factor": 4, "original_max_position_embeddings": 64, "beta_fast": [1]}},
+            "beta_fast",
+        ),
+    ],
+)
+def test_values_of_another_kind_are_refused_by_name(changes, name):
+    config = read_vectors("model_configs.json")["models"]["deepseek_v32"]["config"]
+    with pytest.raises(ValueError, match=f"^SFAConfig: [^\n]*{name}[^\n]*$"):
+        sfa.SFAConfig.from_hf(config | changes)
+
+
+@pytest.mark.parametrize("change", [{"rope_pairing": "neox"}, {"latent_norm_eps": 0.0}, {"rope_theta": -1.0}])
+def test_a_config_that_can_not_be_computed_is_refused_when_it_is_built(change, unchecked):
+    with pytest.raises(ValueError, match=f"^SFAConfig: {next(iter(change))} must be"):
+        replace(sfa.TINY, **change)

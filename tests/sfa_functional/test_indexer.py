@@ -277,7 +277,7 @@ def test_wrong_arguments_are_refused(unchecked):
     start_T, end_T = _ranges(9, 30)
     cases = [
         ("k must be an integer >= 1; got 0", (q_TJI, k_SI, w_TJ, start_T, end_T), 0),
-        ("start_T must have 9 rows; got (8,)", (q_TJI, k_SI, w_TJ, start_T[1:], end_T), 1),
+        ("start_T must be 9 integers; got (torch.int64, (8,))", (q_TJI, k_SI, w_TJ, start_T[1:], end_T), 1),
         (
             "q, k must have one dtype; got [torch.float32, torch.float64]",
             (q_TJI, k_SI.double(), w_TJ, start_T, end_T),
@@ -296,7 +296,9 @@ def test_wrong_arguments_are_refused(unchecked):
         assert str(error.value) == f"lightning_indexer: {message}"
     with pytest.raises(ValueError, match=r"^select_topk: k must be an integer >= 1; got 0$"):
         sfa.select_topk(torch.zeros(9, 30), start_T, end_T, k=0)
-    with pytest.raises(ValueError, match=r"^select_topk: scores must be floating point; got torch.int64$"):
+    with pytest.raises(
+        ValueError, match=r"^select_topk: scores must be floating point \[T, S\]; got \(torch.int64, \(9, 30\)\)$"
+    ):
         sfa.select_topk(torch.zeros(9, 30, dtype=torch.int64), start_T, end_T, k=1)
     with pytest.raises(ValueError, match=r"^lightning_indexer: implementation 'npu' can't run: "):
         sfa.lightning_indexer(q_TJI, k_SI, w_TJ, start_T, end_T, k=1, implementation="npu")
@@ -306,3 +308,23 @@ def test_wrong_arguments_are_refused(unchecked):
         sfa.index_keys(sfa.init_params(sfa.TINY).indexer, torch.zeros(9, 64).double(), None, None, config=sfa.TINY)
     with pytest.raises(ValueError, match=r"^index_weights: x must be \[T, 64\]; got \(9, 63\)$"):
         sfa.index_weights(sfa.init_params(sfa.TINY).indexer, torch.zeros(9, 63), config=sfa.TINY)
+
+
+@pytest.mark.parametrize("implementation", ["reference", "blockwise"])
+def test_a_key_with_an_infinity_is_never_chosen_among_more_than_k(implementation):
+    q_TJI, k_SI, w_TJ = torch.rand(3, 2, 4), torch.rand(6, 4), torch.rand(3, 2)
+    k_SI[2, 0] = torch.inf
+    ranges = torch.zeros(3).long(), torch.full((3,), 6)
+    topk_TK = sfa.lightning_indexer(q_TJI, k_SI, w_TJ, *ranges, k=3, implementation=implementation)
+    assert not (topk_TK == 2).any()
+    assert (topk_TK >= 0).all()
+
+
+@pytest.mark.parametrize("implementation", ["reference", "blockwise"])
+def test_the_lowest_integer_as_an_end_is_an_empty_range(implementation):
+    lowest = torch.iinfo(torch.int64).min
+    ranges = torch.tensor([5, 5]), torch.tensor([9, lowest])
+    index = torch.randn(2, 2, 4), torch.randn(12, 4), torch.randn(2, 2)
+    topk_TK = sfa.lightning_indexer(*index, *ranges, k=3, implementation=implementation)
+    assert (topk_TK[0] >= 5).all()
+    assert (topk_TK[1] == -1).all()

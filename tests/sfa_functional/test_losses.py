@@ -218,3 +218,16 @@ def test_gradient_of_a_key_sums_all_queries_in_float32(selected):
         gradients.append(k_SI.grad.double())
     torch.testing.assert_close(gradients[1], gradients[0], rtol=2**-8, atol=0)
     assert gradients[0].abs().max() > 512
+
+
+@pytest.mark.parametrize("topk_TK", [None, TOPK_TK], ids=["visible", "selected"])
+def test_nan_in_an_untrained_query_reaches_no_gradient(topk_TK):
+    """Query 3 sees nothing; whatever stands in it must not meet a zero gradient in a shared product."""
+    inputs = _inputs(torch.float32)
+    for x in (inputs[0], inputs[2], inputs[3]):
+        x[3] = torch.nan
+    trained = [x.requires_grad_() for x in inputs[:3]]
+    kl_T = _kl(*inputs, topk_TK=topk_TK)
+    assert kl_T[3] == 0
+    for gradient in torch.autograd.grad(kl_T.sum(), trained):
+        assert gradient.isfinite().all()

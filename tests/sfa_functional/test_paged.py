@@ -68,12 +68,16 @@ def test_validate_block_table_names_the_first_token_without_a_page():
     lengths = torch.tensor([6, 2])
     assert sfa.validate_block_table(TABLE, lengths, block_size=3) is None
     assert sfa.validate_block_table(TABLE, lengths, block_size=3, num_blocks=5) is None
-    with pytest.raises(ValueError, match=r"^block_table: position 6 of request 0 must have a page; got -1$"):
+    with pytest.raises(ValueError, match=r"^validate_block_table: position 6 of request 0 must have a page; got -1$"):
         sfa.validate_block_table(TABLE, lengths + 1, block_size=3)
-    with pytest.raises(ValueError, match=r"^block_table: position 3 of request 1 must have a page; got -1$"):
+    with pytest.raises(ValueError, match=r"^validate_block_table: position 3 of request 1 must have a page; got -1$"):
         sfa.validate_block_table(TABLE, torch.tensor([6, 7]), block_size=3)
-    with pytest.raises(ValueError, match=r"^block_table: position 0 of request 0 must have a page in 0\.\.3; got 4$"):
+    with pytest.raises(
+        ValueError, match=r"^validate_block_table: position 0 of request 0 must have a page in 0\.\.3; got 4$"
+    ):
         sfa.validate_block_table(TABLE, lengths, block_size=3, num_blocks=4)
+    with pytest.raises(ValueError, match=r"^validate_block_table: a sequence must fit its \d+ rows; got 99$"):
+        sfa.validate_block_table(TABLE, torch.tensor([99, 1]), block_size=3)
 
 
 def test_map_selection_translates_key_rows_and_keeps_unused_entries():
@@ -240,7 +244,7 @@ def test_rows_that_do_not_fit_are_refused_before_anything_is_written(layout, unc
         ("kv must have the pool's width and dtype; got", (kv_TE.float(), k_TI, slot_T)),
         ("k must have index_k's width and dtype; got", (kv_TE, k_TI[:, 1:], slot_T)),
         ("k must have index_k's width and dtype; got", (kv_TE, k_TI.float(), slot_T)),
-        ("slot_T must have 4 rows; got (3,)", (kv_TE, k_TI, slot_T[1:])),
+        ("slot_T must be 4 integers; got (torch.int64, (3,))", (kv_TE, k_TI, slot_T[1:])),
         ("k_TI must have 4 rows; got (3, 16)", (kv_TE, k_TI[1:], slot_T)),
     ]
     for message, arguments in cases:
@@ -286,5 +290,24 @@ def test_wrong_counts_and_layouts_are_refused(unchecked):
         sfa.allocate_blocks([1, -1], 4)
     with pytest.raises(ValueError, match=r"^token_slots: block_size must be >= 1; got 0$"):
         sfa.token_slots(TABLE, torch.zeros(2).long(), torch.zeros(2).long(), block_size=0)
-    with pytest.raises(ValueError, match=r"^token_slots: position_T must have 2 rows; got \(3,\)$"):
+    with pytest.raises(ValueError, match=r"^token_slots: position_T must be 2 integers; got \(torch.int64, \(3,\)\)$"):
         sfa.token_slots(TABLE, torch.zeros(2).long(), torch.zeros(3).long(), block_size=4)
+
+
+def test_a_donated_pool_that_can_not_be_written_in_place_is_refused_before_anything_is_written(unchecked):
+    rows, slots = torch.ones(1, 6), torch.tensor([2])
+    keys = torch.ones(1, 5)
+    leaf = sfa.JointCache(kv=torch.zeros(2, 4, 6).requires_grad_(), index_k=torch.zeros(2, 4, 5))
+    strided = sfa.JointCache(kv=torch.zeros(2, 8, 6)[:, :4], index_k=torch.zeros(2, 4, 5))
+    for cache, message in ((leaf, "a donated pool must not be a leaf"), (strided, "a donated pool must be contiguous")):
+        with pytest.raises(ValueError, match=f"^write_cache: {message}"):
+            sfa.write_cache(cache, rows, keys, slots, donate=True)
+        assert cache.index_k.eq(0).all()
+        assert sfa.write_cache(cache, rows, keys, slots).kv.flatten(0, 1)[2].eq(1).all()
+
+
+def test_index_keys_for_a_pool_without_them_are_refused_in_one_line(unchecked):
+    cache = sfa.JointCache(kv=torch.zeros(2, 4, 6))
+    message = r"^write_cache: k_TI must be None for a pool without index keys; got \(1, 5\)$"
+    with pytest.raises(ValueError, match=message):
+        sfa.write_cache(cache, torch.ones(1, 6), torch.ones(1, 5), torch.tensor([2]))

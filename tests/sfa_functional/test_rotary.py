@@ -105,9 +105,9 @@ def test_rotate_refuses_an_unknown_pairing_and_a_wrong_width(unchecked):
     with pytest.raises(ValueError, match=r"^rotate: pairing must be 'interleaved' or 'half'; got 'neox'$"):
         sfa.rotate(torch.zeros(2, 8), cos_TF, sin_TF, pairing="neox")
     for width in (6, 7, 4):
-        with pytest.raises(ValueError, match=r"^rotate: x must be twice as wide as cos and sin; got"):
+        with pytest.raises(ValueError, match=r"^rotate: cos and sin must have the rows of x and half its width; got"):
             sfa.rotate(torch.zeros(2, width), cos_TF, sin_TF, pairing="half")
-    with pytest.raises(ValueError, match=r"^rotate: x must be twice as wide as cos and sin; got"):
+    with pytest.raises(ValueError, match=r"^rotate: cos and sin must have the rows of x and half its width; got"):
         sfa.rotate(torch.zeros(2, 8), cos_TF, sin_TF[:, :3], pairing="half")
 
 

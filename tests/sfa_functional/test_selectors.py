@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import sfa_functional as sfa
+from sfa_functional import blockwise
 
 T, S = 12, 20
 SCALE = 0.5
@@ -172,3 +173,23 @@ def test_best_keys_keep_at_least_the_mass_of_any_other_selection():
 def test_selectors_carry_no_gradient():
     compared = {k: x.requires_grad_() if k[0] in "qkw" else x for k, x in _compared().items()}
     assert not any(make()(**compared, k=4).requires_grad for make in SELECTORS.values())
+
+
+def test_random_keys_do_not_depend_on_tiles_or_on_where_a_request_begins_in_a_tile(monkeypatch):
+    select = sfa.random_keys(torch.Generator().manual_seed(3))
+    start_T, end_T = torch.tensor([0, 0, 0, 7, 7]), torch.tensor([5, 6, 7, 12, 20])
+    named = {"kv_SE": torch.zeros(20, 1), "start_T": start_T, "end_T": end_T, "k": 4, "row_S": None}
+    whole = select(**named)
+    monkeypatch.setattr(blockwise, "TILE_VALUES", 1)
+    assert torch.equal(select(**named), whole)
+    batched = torch.func.vmap(lambda start, end: select(**(named | {"start_T": start, "end_T": end})))
+    assert torch.equal(batched(start_T[None], end_T[None])[0], whole)
+
+
+def test_random_keys_are_spread_evenly():
+    """2000 queries choose 5 of 50 keys: every key about 200 times, 7 deviations at most."""
+    select = sfa.random_keys(torch.Generator().manual_seed(3))
+    ranges = {"start_T": torch.zeros(2000).long(), "end_T": torch.full((2000,), 50)}
+    counts = select(kv_SE=torch.zeros(50, 1), k=5, row_S=None, **ranges).flatten().bincount(minlength=50)
+    assert counts.sum() == 10000
+    assert ((counts - 200).abs() < 7 * 13.5).all()
