@@ -114,8 +114,8 @@ def evaluate_checkpoint(args: argparse.Namespace) -> None:
             all(map(math.isfinite, perplexities)), str(checkpoint.path), "perplexities must be finite", perplexities
         )
         result = {"checkpoint": str(args.checkpoint), "dtype": args.dtype} | result
-        for table in _tables(result):
-            console.print(table)
+        for title, table in _tables(result):
+            console.print(title, table, sep="\n", highlight=False)
         if out is not None:
             out.write_text(json.dumps(result, indent=1, allow_nan=False) + "\n", encoding="utf-8")
 
@@ -163,40 +163,41 @@ def _measure(
     }
 
 
-def _tables(result: dict[str, Any]) -> list[Table]:
-    """Lay the numbers out for a terminal of 80 columns."""
-    dense, ks = result["perplexity_dense"], list(result["perplexity_at_k"])
-    name = Path(result["checkpoint"]).name
-    title = f"{name}, {result['tokens']} tokens in windows of {result['context']}, {result['dtype']}"
-    first = Table(title=f"Perplexity: {title}", box=box.SIMPLE_HEAD, title_justify="left")
-    for heading in ("keys per query", "perplexity", "over dense", "untrained indexers"):
-        first.add_column(heading, justify="right")
-    first.add_row("all (dense)", f"{dense:.3f}", "", "")
-    for k in ks:
-        sparse, fresh = result["perplexity_at_k"][k], result["perplexity_untrained_at_k"].get(k)
-        first.add_row(k, f"{sparse:.3f}", f"{sparse / dense - 1:+.2%}", "-" if fresh is None else f"{fresh:.3f}")
-
-    pair, seconds = result["parity"], result["seconds"]
-    same = Table(title=f"Beside transformers, {pair['tokens']} tokens", box=box.SIMPLE_HEAD, title_justify="left")
+def _tables(result: dict[str, Any]) -> list[tuple[str, Table]]:
+    """Lay the numbers out for a terminal of 80 columns, each table with its title."""
+    dense, fresh, pair = result["perplexity_dense"], result["perplexity_untrained_at_k"], result["parity"]
+    first = _table("keys per query", "perplexity", "over dense", *(["untrained indexers"] if fresh else []))
+    first.add_row("all (dense)", f"{dense:.3f}")
+    for k, sparse in result["perplexity_at_k"].items():
+        first.add_row(k, f"{sparse:.3f}", f"{sparse / dense - 1:+.2%}", *([f"{fresh[k]:.3f}"] if fresh else []))
+    same = Table(box=box.SIMPLE_HEAD)
     same.add_column("quantity")
     same.add_column("value", justify="right")
     same.add_row("largest difference, on the same selections", f"{pair['max_rel']:.1e}")
     same.add_row("share of its selected keys that ours selects", f"{pair['selection_overlap']:.5f}")
-    same.add_row("seconds in attention layers, ours", f"{seconds['ours']:.2f}")
-    same.add_row("seconds in attention layers, transformers", f"{seconds['transformers']:.2f}")
-    masses = [_mass_table("Attention mass kept / by the best k keys", result["layers"])]
-    if result["layers_untrained"]:
-        masses.append(_mass_table("The same with untrained indexers", result["layers_untrained"]))
-    return [first, *masses, same]
+    same.add_row("seconds in attention layers, ours", f"{result['seconds']['ours']:.2f}")
+    same.add_row("seconds in attention layers, transformers", f"{result['seconds']['transformers']:.2f}")
+    name = Path(result["checkpoint"]).name
+    title = f"Perplexity: {name}, {result['tokens']} tokens in windows of {result['context']}, {result['dtype']}"
+    masses = _mass_tables("Attention mass kept/by the best k keys", result["layers"])
+    masses += _mass_tables("The same with untrained indexers", result["layers_untrained"])
+    return [(title, first), *masses, (f"Beside transformers, {pair['tokens']} tokens", same)]
 
 
-def _mass_table(title: str, layers: dict[str, list[dict[str, float]]]) -> Table:
-    table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left")
-    table.add_column("layer", justify="right")
-    for k in layers:
-        table.add_column(f"k = {k}", justify="right")
-    for layer, rows in enumerate(zip(*layers.values(), strict=True)):
-        table.add_row(str(layer), *(f"{row['mass']:.4f} / {row['best_mass']:.4f}" for row in rows))
+def _mass_tables(title: str, layers: dict[str, list[dict[str, float]]]) -> list[tuple[str, Table]]:
+    tables, ks = [], list(layers)
+    for some in (ks[first : first + 4] for first in range(0, len(ks), 4)):
+        table = _table("layer", *(f"k = {k}" for k in some))
+        for layer, rows in enumerate(zip(*(layers[k] for k in some), strict=True)):
+            table.add_row(str(layer), *(f"{row['mass']:.4f}/{row['best_mass']:.4f}" for row in rows))
+        tables.append((title, table))
+    return tables
+
+
+def _table(*headings: str) -> Table:
+    table = Table(box=box.SIMPLE_HEAD)
+    for heading in headings:
+        table.add_column(heading, justify="right")
     return table
 
 
