@@ -53,8 +53,8 @@ def sparse_attention(
         ValueError: shapes or dtypes that don't fit, or an implementation that can't run.
 
     Gradients: of q and kv, through out and lse, by autograd. 0 for queries without keys. What stands in a row that
-        nobody selects, NaN included, reaches no result and no gradient; a NaN in a selected row reaches only the
-        queries that selected it.
+        nobody selects, NaN included, reaches no result and no gradient. A NaN or an infinity in a selected row makes
+        the results of the queries that selected it NaN; these carry no gradient, and no other query is touched.
     Cost: 2·T·H·K·(E + L) FLOPs; copies T·K rows, a tile at a time.
     Source: DeepSeek-V3.2-Exp report (2025), eq. 2; DeepSeek-V2 (2024), section 2.1.2, for the absorbed form.
     """
@@ -113,7 +113,8 @@ def dense_attention(
         ValueError: shapes or dtypes that don't fit, or an implementation that can't run.
 
     Gradients: of q and kv, through out and lse, by autograd; 0 for queries without keys. A NaN or an infinity in a
-        row makes the results of the queries that see the row NaN, and no others.
+        row makes the results of the queries that see the row NaN; these carry no gradient, and no other query is
+        touched.
     Cost: 2·T·H·S·(E + L) FLOPs over the span of each tile; memory of a tile of queries and keys.
     Source: DeepSeek-V2 (2024), eq. 10 and section 2.1.2.
     """

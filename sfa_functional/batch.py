@@ -9,6 +9,7 @@ from jaxtyping import Int, Int32
 from torch import Tensor
 
 from .paged import table_rows, token_slots, validate_block_table
+from .precision import require
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -135,7 +136,7 @@ class Batch:
         """
         if self.block_table_BU is None or self.row_S is None:
             raise ValueError("Batch.next: the batch must have a block table; got none")
-        new = _lengths(new_lens, "new_lens")
+        new = _lengths(new_lens, "new_lens", "Batch.next")
         lengths = self.seq_len_B.tolist()
         if len(new) != len(lengths):
             raise ValueError(f"Batch.next: new_lens must have {len(lengths)} entries; got {len(new)}")
@@ -195,16 +196,15 @@ def _shift(topk_TK: Tensor, batch: Batch, *, sign: int) -> Tensor:
     return torch.where(seen_TK, key_TK - (first_T1 if sign < 0 else 0), -1).to(torch.int32)
 
 
-def _lengths(values: Sequence[int] | Tensor, name: str) -> list[int]:
+def _lengths(values: Sequence[int] | Tensor, name: str, function: str = "Batch.from_lengths") -> list[int]:
     listed = values.tolist() if isinstance(values, Tensor) else values
-    _require(isinstance(listed, Iterable), f"{name} must be a sequence of integers", repr(listed))
+    require(isinstance(listed, Iterable), function, f"{name} must be a sequence of integers", repr(listed))
     listed = list(listed)
     for value in listed:
         whole = hasattr(value, "__index__") and not isinstance(value, bool) and value >= 0
-        _require(whole, f"{name} must be integers >= 0", repr(value))
+        require(whole, function, f"{name} must be integers >= 0", repr(value))
     return [operator.index(value) for value in listed]
 
 
 def _require(ok: bool, rule: str, got: object) -> None:
-    if not ok:
-        raise ValueError(f"Batch.from_lengths: {rule}; got {got}")
+    require(ok, "Batch.from_lengths", rule, got)

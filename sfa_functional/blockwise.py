@@ -17,7 +17,7 @@ from .paged import SplitRows, fetch_rows, map_rows, num_rows
 from .precision import wide
 
 TILE_VALUES = 2**22
-"""Values of the largest tensor that a tile makes (16 MiB in float32); a tile has at least one query."""
+"""Values of the largest float tensor that a tile makes (16 MiB in float32); a tile has at least one query."""
 KEY_TILE = 1024
 """Keys read at a time."""
 
@@ -26,16 +26,27 @@ def sparse_attention(
     q_THE: Tensor, kv: Tensor | SplitRows, topk_TK: Tensor, *, scale: float, value_dim: int
 ) -> tuple[Tensor, Tensor]:
     """Attend to selected rows: gather a tile's rows, then two batched products. See `attention.sparse_attention`."""
-    rows = max(1, TILE_VALUES // max(1, topk_TK.shape[1] * q_THE.shape[2]))
+    rows = max(1, TILE_VALUES // max(1, topk_TK.shape[1] * max(q_THE.shape[1:])))
     kv = map_rows(kv, summed_wide)
     outs, lses = [], []
     for q_tHE, topk_tK in zip(q_THE.split(rows), topk_TK.split(rows), strict=True):
-        kv_tKE = fetch_rows(kv, topk_tK).to(wide(q_THE.dtype))
         valid_tK = (topk_tK >= 0) & (topk_tK < num_rows(kv))
+        kv_tKE, spoiled_t = take_out(fetch_rows(kv, topk_tK).to(wide(q_THE.dtype)), valid_tK)
         p_tHK, lse_tH = softmax_weights(q_tHE, kv_tKE, valid_tK, scale=scale)
-        outs.append((p_tHK @ kv_tKE[..., :value_dim]).to(q_THE.dtype))
-        lses.append(lse_tH)
+        out_tHL = p_tHK @ kv_tKE[..., :value_dim]
+        outs.append(torch.where(spoiled_t[:, None, None], torch.nan, out_tHL).to(q_THE.dtype))
+        lses.append(torch.where(spoiled_t[:, None], torch.nan, lse_tH))
     return torch.cat(outs), torch.cat(lses)
+
+
+def take_out(rows: Tensor, valid_tK: Tensor) -> tuple[Tensor, Tensor]:
+    """Zero the rows that are not finite, and say which queries of the tile hold one among their valid rows.
+
+    Their results are to be NaN, written over at the end: a NaN inside a product would reach, in backward, the rows
+    of every other query, as would a zero gradient that meets it.
+    """
+    finite = rows.isfinite().all(-1)
+    return torch.where(finite[..., None], rows, 0), (valid_tK & ~finite).any(-1)
 
 
 def summed_wide(rows: Tensor) -> Tensor:
@@ -80,18 +91,15 @@ def dense_attention(
         q_tHE = q_THE[queries].to(wide(q_THE.dtype))
         out_tHL = q_tHE.new_zeros(*q_tHE.shape[:2], value_dim)
         lse_tH = torch.full_like(out_tHL[..., 0], -torch.inf)
+        spoiled_t = torch.zeros_like(start_T[queries], dtype=torch.bool)
         for keys in key_tiles(span):
             kv_kE, visible_tk = visible_rows(kv, start_T[queries], end_T[queries], keys, row_S)
-            kv_kE = kv_kE.to(out_tHL.dtype)
-            finite_k = kv_kE.isfinite().all(-1)
-            kv_kE = torch.where(finite_k[:, None], kv_kE, 0)
+            kv_kE, spoiled_here_t = take_out(kv_kE.to(out_tHL.dtype), visible_tk)
             p_tHk, part_lse_tH = softmax_weights(q_tHE, kv_kE, visible_tk, scale=scale)
-            spoiled_t = (visible_tk & ~finite_k).any(-1)
-            part_lse_tH = torch.where(spoiled_t[:, None], torch.nan, part_lse_tH)
-            part_tHL = p_tHk @ kv_kE[:, :value_dim]
-            out_tHL, lse_tH = merge([(out_tHL, lse_tH), (part_tHL, part_lse_tH)])
-        outs.append(out_tHL.to(q_THE.dtype))
-        lses.append(lse_tH)
+            out_tHL, lse_tH = merge([(out_tHL, lse_tH), (p_tHk @ kv_kE[:, :value_dim], part_lse_tH)])
+            spoiled_t = spoiled_t | spoiled_here_t
+        outs.append(torch.where(spoiled_t[:, None, None], torch.nan, out_tHL).to(q_THE.dtype))
+        lses.append(torch.where(spoiled_t[:, None], torch.nan, lse_tH))
     return torch.cat(outs), torch.cat(lses)
 
 
@@ -110,11 +118,9 @@ def mean_weights(
     Rows that are not finite make the weights of the queries that see them NaN, and no others.
     """
     kv_kE, visible_tk = visible_rows(kv, start_t, end_t, slice(*span), row_S)
-    kv_kE = kv_kE.to(wide(q_tHE.dtype))
-    finite_k = kv_kE.isfinite().all(-1)
-    p_tHk, _ = softmax_weights(q_tHE, torch.where(finite_k[:, None], kv_kE, 0), visible_tk, scale=scale)
-    spoiled_t1 = (visible_tk & ~finite_k).any(-1, keepdim=True)
-    return torch.where(spoiled_t1, torch.nan, p_tHk.mean(1))
+    kv_kE, spoiled_t = take_out(kv_kE.to(wide(q_tHE.dtype)), visible_tk)
+    p_tHk, _ = softmax_weights(q_tHE, kv_kE, visible_tk, scale=scale)
+    return torch.where(spoiled_t[:, None], torch.nan, p_tHk.mean(1))
 
 
 def merge(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:

@@ -107,7 +107,10 @@ def evaluate_checkpoint(args: argparse.Namespace) -> None:
     with _moved_into_place(args.json) as out:
         ids = _read_tokens(checkpoint, args.text)
         model = _load_model(checkpoint, DTYPES[args.dtype])
-        result = _measure(model, ids, config=config, context=context, topks=topks, untrained=args.untrained)
+        try:
+            result = _measure(model, ids, config=config, context=context, topks=topks, untrained=args.untrained)
+        except RuntimeError as error:  # whatever torch can't do with this model
+            raise ValueError(f"{checkpoint.path}: the model can't be run in {args.dtype}: {error}") from error
         perplexities = [result["perplexity_dense"], *result["perplexity_at_k"].values()]
         perplexities += result["perplexity_untrained_at_k"].values()
         _require(
@@ -124,6 +127,7 @@ def _measure(
     model: nn.Module, ids: Tensor, *, config: SFAConfig, context: int, topks: list[int], untrained: bool
 ) -> dict[str, Any]:
     windows = measure.token_windows(ids, context)
+    params_of = measure.untrained_indexers(model, config=config, seed=0) if untrained else None
     compared = windows[:PARITY_WINDOWS]
     steps = len(windows) * (1 + len(topks) * (2 if untrained else 1)) + len(compared) * len(topks)
     columns = TextColumn("{task.description:28}"), BarColumn(), TimeRemainingColumn()
@@ -137,9 +141,8 @@ def _measure(
             progress.update(task, description=f"top-{k}")
             within = min(k, context)  # more keys than there are tokens are no other computation
             trained[str(k)] = measure.sparse_perplexity(model, windows, config=config, k=within, tick=tick)
-            if untrained:
+            if params_of is not None:
                 progress.update(task, description=f"top-{k}, untrained indexers")
-                params_of = measure.untrained_indexers(model, config=config, seed=0)
                 fresh[str(k)] = measure.sparse_perplexity(
                     model, windows, config=config, k=within, params_of=params_of, tick=tick
                 )
@@ -156,6 +159,7 @@ def _measure(
         "layers_untrained": {k: [mass._asdict() for mass in layers] for k, (_, layers) in fresh.items()},
         "parity": {
             "max_rel": pooled.max_rel,
+            "logits_max_rel": pooled.logits_max_rel,
             "selection_overlap": pooled.selection_overlap,
             "tokens": sum(w.numel() for w in compared),
         },
@@ -173,7 +177,8 @@ def _tables(result: dict[str, Any]) -> list[tuple[str, Table]]:
     same = Table(box=box.SIMPLE_HEAD)
     same.add_column("quantity")
     same.add_column("value", justify="right")
-    same.add_row("largest difference, on the same selections", f"{pair['max_rel']:.1e}")
+    same.add_row("largest difference of a layer, on the same selections", f"{pair['max_rel']:.1e}")
+    same.add_row("of the logits, after all layers", f"{pair['logits_max_rel']:.1e}")
     same.add_row("share of its selected keys that ours selects", f"{pair['selection_overlap']:.5f}")
     same.add_row("seconds in attention layers, ours", f"{result['seconds']['ours']:.2f}")
     same.add_row("seconds in attention layers, transformers", f"{result['seconds']['transformers']:.2f}")
@@ -266,6 +271,7 @@ def _load_model(checkpoint: Checkpoint, dtype: torch.dtype) -> nn.Module:
             local_files_only=True,
             use_safetensors=True,
             attn_implementation="sdpa",
+            **({"experts_implementation": "eager"} if dtype == torch.float64 else {}),  # grouped_mm has no float64
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # reported below, by name
         )

@@ -20,6 +20,11 @@ class Yarn:
     mscale: float = 1.0
     mscale_all_dim: float = 0.0
 
+    def __post_init__(self) -> None:
+        for name, value in asdict(self).items():
+            lowest = 0 if name == "mscale_all_dim" else None
+            _require(value > 0 or value == lowest, f"{name} of yarn must be > 0", value)
+
     def pair_range(self, theta: float, width: int) -> tuple[int, int]:
         """Return the pairs between which frequencies pass from kept to divided, rounded outwards.
 
@@ -71,9 +76,11 @@ class SFAConfig:
     max_position_embeddings: int = 163840
 
     def __post_init__(self) -> None:
-        for name, value in asdict(self).items():
-            if isinstance(value, int) and not isinstance(value, bool):
-                _require(value >= 1, f"{name} must be >= 1", value)
+        object.__setattr__(self, "indexer_types", tuple(self.indexer_types))  # a list would not hash
+        for name, kind in type(self).__annotations__.items():
+            value = getattr(self, name)
+            if kind is int:
+                _require(type(value) is int and value >= 1, f"{name} must be an integer >= 1", repr(value))
         for name in ("rope_pairing", "index_rope_pairing"):
             value = getattr(self, name)
             _require(value in ("interleaved", "half"), f"{name} must be 'interleaved' or 'half'", repr(value))
@@ -170,8 +177,8 @@ class SFAConfig:
             indexer_types=_indexer_types(config),
             rope_theta=theta,
             yarn=yarn,
-            rope_pairing="interleaved" if config.get("rope_interleave", True) else "half",
-            index_rope_pairing="interleaved" if config.get("indexer_rope_interleave", not half) else "half",
+            rope_pairing=_pairing(config, "rope_interleave", default=True),
+            index_rope_pairing=_pairing(config, "indexer_rope_interleave", default=not half),
             latent_norm_eps=_number(config, "rms_norm_eps"),
             max_position_embeddings=_integer(config, "max_position_embeddings"),
         )
@@ -229,21 +236,32 @@ def _number(config: Mapping[str, Any], name: str) -> float:
     return float(value)
 
 
+def _pairing(config: Mapping[str, Any], name: str, *, default: bool) -> Literal["interleaved", "half"]:
+    flag = default if config.get(name) is None else config[name]
+    _require(isinstance(flag, bool), f"{name} must be true or false", repr(flag))
+    return "interleaved" if flag else "half"
+
+
 def _rope(config: Mapping[str, Any]) -> tuple[float, Yarn | None]:
-    nested = config.get("rope_parameters")
-    spelled = nested if nested is not None else config.get("rope_scaling") or {}
-    _require(isinstance(spelled, Mapping), "rope_parameters or rope_scaling must be an object", repr(spelled))
-    values: dict[str, Any] = dict(spelled)
-    values.setdefault("rope_theta", config.get("rope_theta"))
+    values: dict[str, Any] = {}
+    for source in ("rope_parameters", "rope_scaling"):
+        spelled = config.get(source) or {}
+        _require(isinstance(spelled, Mapping), f"{source} must be an object", repr(spelled))
+        _merge(values, {("rope_type" if name == "type" else name): value for name, value in spelled.items()}, source)
+    _merge(values, {"rope_theta": config.get("rope_theta")}, "the top level")
     theta = _number(values, "rope_theta")
     partial = values.get("partial_rotary_factor", 1.0)
     _require(partial in (1, 1.0), "partial_rotary_factor must be 1: the rope width is qk_rope_head_dim", partial)
-    kind = values.get("rope_type", values.get("type", "default"))
+    kind = values.get("rope_type", "default")
     _require(kind in ("default", "yarn"), "rope type must be 'default' or 'yarn'", repr(kind))
     if kind == "default":
         return theta, None
-    for name in ("attention_factor", "truncate"):
-        _require(values.get(name) in (None, True), f"{name} of yarn must be left out", values.get(name))
+    _require(
+        values.get("attention_factor") is None,
+        "attention_factor of yarn must be left out",
+        values.get("attention_factor"),
+    )
+    _require(values.get("truncate") in (None, True), "truncate of yarn must be left out", values.get("truncate"))
     for name, default in (("beta_fast", 32.0), ("beta_slow", 1.0), ("mscale", 1.0)):
         if values.get(name) is None:
             values[name] = default
@@ -256,6 +274,15 @@ def _rope(config: Mapping[str, Any]) -> tuple[float, Yarn | None]:
         mscale=_number(values, "mscale"),
         mscale_all_dim=0.0 if all_dim in (None, 0) else _number(values, "mscale_all_dim"),
     )
+
+
+def _merge(values: dict[str, Any], other: Mapping[str, Any], source: str) -> None:
+    """Add what another spelling says; two that contradict each other are refused rather than one ignored."""
+    for name, value in other.items():
+        if value is not None and values.setdefault(name, value) != value:
+            raise ValueError(
+                f"SFAConfig: {name} must be the same wherever it is given; got {values[name]} and {value} at {source}"
+            )
 
 
 def _indexer_types(config: Mapping[str, Any]) -> tuple[Literal["full", "shared"], ...]:

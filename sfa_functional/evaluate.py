@@ -117,10 +117,10 @@ def selection_overlap(a_TK: Int32[Tensor, "T K"], b_TM: Int32[Tensor, "T M"]) ->
     """
     require(a_TK.shape[0] == b_TM.shape[0], "selection_overlap", "a and b must have one length", len(b_TM))
     ordered_TK = torch.where(a_TK >= 0, a_TK, -1).sort(dim=-1).values
-    used_TK = b_TM >= 0
+    used_TM = b_TM >= 0
     if ordered_TK.shape[1] == 0:
-        return (~used_TK.any(-1)).float()
-    place_TK = torch.searchsorted(ordered_TK, b_TM.contiguous()).clamp(max=ordered_TK.shape[1] - 1)
-    hit_TK = used_TK & (ordered_TK.gather(1, place_TK) == b_TM)
-    count_T = used_TK.sum(-1)
-    return torch.where(count_T > 0, hit_TK.sum(-1) / count_T.clamp(min=1), 1.0)
+        return (~used_TM.any(-1)).float()
+    place_TM = torch.searchsorted(ordered_TK, b_TM.contiguous()).clamp(max=ordered_TK.shape[1] - 1)
+    hit_TM = used_TM & (ordered_TK.gather(1, place_TM) == b_TM)
+    count_T = used_TM.sum(-1)
+    return torch.where(count_T > 0, hit_TM.sum(-1) / count_T.clamp(min=1), 1.0)

@@ -22,6 +22,7 @@ from .hf import attention_modules, layer_params, module_config, replace_attentio
 from .latent import latent_output, latent_projections
 from .layer import LayerOutput, sfa_layer
 from .params import LayerParams, init_params
+from .precision import wide
 from .selectors import best_keys
 
 ParamsOf = Callable[[nn.Module], LayerParams]
@@ -38,7 +39,8 @@ class LayerMass(NamedTuple):
 class Parity:
     """How this library and transformers differ on one model; `combine` adds up several."""
 
-    max_rel: float  # largest difference of any layer's output or of the logits, over the largest magnitude
+    max_rel: float  # largest difference of any attention layer's output, over the largest magnitude
+    logits_max_rel: float  # the same of the logits, after all layers in a row
     overlap: float  # sum over queries of the share of transformers' selected keys that ours selects too
     queries: int  # queries in that sum: those that see more than k keys, in every layer
     seconds_ours: float  # spent in attention layers
@@ -54,6 +56,7 @@ def combine(parts: Sequence[Parity]) -> Parity:
     """Return the worst difference, the pooled overlap and the summed times of several comparisons."""
     return Parity(
         max_rel=max(part.max_rel for part in parts),
+        logits_max_rel=max(part.logits_max_rel for part in parts),
         overlap=sum(part.overlap for part in parts),
         queries=sum(part.queries for part in parts),
         seconds_ours=sum(part.seconds_ours for part in parts),
@@ -180,10 +183,11 @@ def untrained_indexers(model: nn.Module, *, config: SFAConfig, seed: int = 0) ->
 def parity(model: nn.Module, windows: Sequence[Tensor], *, k: int, tick: Callable[[], None] = lambda: None) -> Parity:
     """Compare this library's attention with transformers' own, layer by layer and at the logits.
 
-    Outputs are compared on the selections that transformers made, replayed through ours: a near-tie at the cut may
-    flip a key, which says nothing about the arithmetic. Our own selections are made beside it, from the same hidden
-    states, and compared as sets on the queries that see more than k keys. The live model is followed as it is
-    (`module_config`).
+    A layer's output is compared on the hidden states that reach transformers' layer and on the selection that it
+    makes, replayed through ours: a near-tie at the indexer's cut, or in an expert's router further up, may flip and
+    says nothing about the arithmetic. Our own selections are made beside it and compared as sets on the queries that
+    see more than k keys. The logits are those of the whole model with these layers, on its own hidden states; there
+    a router may flip. The live model is followed as it is (`module_config`).
 
     Args:
         model: a transformers DSA model whose attention implementation is "sdpa" or "eager".
@@ -206,6 +210,7 @@ class _Recorded(NamedTuple):
     """One forward pass of transformers' own attention."""
 
     logits: Tensor
+    inputs: list[Tensor]  # of every attention layer, [B·T, D]
     outputs: list[Tensor]  # of every attention layer, [B·T, D]
     selections: list[Tensor]  # of every attention layer, [B·T, K], unordered, later positions among them
     seconds: float  # in attention layers
@@ -215,11 +220,13 @@ def _record(model: nn.Module, ids: Tensor, k: int) -> _Recorded:
     """Run the model as it is, its indexers selecting k keys; hooks and numbers are taken back afterwards."""
     modules: list[Any] = list(attention_modules(model))
     indexers = [module.indexer for module in modules if module.indexer is not None]
+    inputs: list[Tensor] = []
     outputs: list[Tensor] = []
     selections: list[Tensor] = []
     clock: list[float] = []
 
-    def before(*_: Any) -> None:
+    def before(_module: nn.Module, _inputs: Any, named: dict[str, Any]) -> None:
+        inputs.append(named["hidden_states"].flatten(0, 1))
         clock.append(-time.perf_counter())
 
     def selected(_module: nn.Module, _inputs: Any, indices: Tensor) -> None:
@@ -232,7 +239,8 @@ def _record(model: nn.Module, ids: Tensor, k: int) -> _Recorded:
             selections.append(selections[-1])
 
     kept = [indexer.index_topk for indexer in indexers]
-    hooks = [hook for m in modules for hook in (m.register_forward_pre_hook(before), m.register_forward_hook(after))]
+    hooks = [module.register_forward_pre_hook(before, with_kwargs=True) for module in modules]
+    hooks += [module.register_forward_hook(after) for module in modules]
     hooks += [indexer.register_forward_hook(selected) for indexer in indexers]
     try:
         for indexer in indexers:
@@ -244,7 +252,7 @@ def _record(model: nn.Module, ids: Tensor, k: int) -> _Recorded:
             indexer.index_topk = number
         for hook in hooks:
             hook.remove()
-    return _Recorded(logits, outputs, selections, sum(clock))
+    return _Recorded(logits, inputs, outputs, selections, sum(clock))
 
 
 def _compare(model: nn.Module, ids: Tensor, theirs: _Recorded, k: int) -> Parity:
@@ -258,25 +266,25 @@ def _compare(model: nn.Module, ids: Tensor, theirs: _Recorded, k: int) -> Parity
     def attend(
         module: nn.Module, x_TD: Tensor, batch: Batch, rope: tuple[Tensor, Tensor], _: Tensor | None
     ) -> LayerOutput:
-        params = layer_params(module)
+        params, layer = layer_params(module), len(outputs)
         shared = None if params.indexer is not None else own[-1]
         began = time.perf_counter()
-        mine = sfa_layer(params, x_TD, batch, config=config, selection=shared, rope=rope)
+        mine = sfa_layer(params, theirs.inputs[layer], batch, config=config, selection=shared, rope=rope)
         seconds.append(time.perf_counter() - began)
         own.append(mine.selection_TK)
-        seen_TK = local_selection(global_selection(theirs.selections[len(outputs)], batch), batch)
+        seen_TK = local_selection(global_selection(theirs.selections[layer], batch), batch)
         choosing_T = batch.end_T - batch.start_T > k
         overlaps.append(selection_overlap(mine.selection_TK[choosing_T], seen_TK[choosing_T]))
-        replayed = sfa_layer(params, x_TD, batch, config=config, selection=seen_TK, rope=rope)
-        outputs.append(replayed.y_TD)
-        return replayed
+        outputs.append(sfa_layer(params, theirs.inputs[layer], batch, config=config, selection=seen_TK, rope=rope).y_TD)
+        return sfa_layer(params, x_TD, batch, config=config, selection=seen_TK, rope=rope)
 
     with torch.no_grad(), replace_attention(model, attend, config=config):
         logits = model(ids, use_cache=False).logits
-    pairs = [(logits, theirs.logits), *zip(outputs, theirs.outputs, strict=True)]
+    pairs = zip(outputs, theirs.outputs, strict=True)
     overlap_T = torch.cat(overlaps)
     return Parity(
         max_rel=max(difference(ours, other).max_rel for ours, other in pairs),
+        logits_max_rel=difference(logits, theirs.logits).max_rel,
         overlap=float(overlap_T.double().sum()),
         queries=len(overlap_T),
         seconds_ours=sum(seconds),
@@ -290,7 +298,7 @@ def _perplexity(model: nn.Module, windows: Sequence[Tensor], tick: Callable[[], 
         with torch.no_grad():
             logits = model(ids, use_cache=False).logits[:, :-1].flatten(0, 1)
         target = ids[:, 1:].flatten()
-        total += float(cross_entropy(logits.float(), target, reduction="none").double().sum())
+        total += float(cross_entropy(logits.to(wide(logits.dtype)), target, reduction="none").double().sum())
         count += len(target)
         tick()
     mean = total / count

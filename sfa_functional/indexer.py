@@ -45,8 +45,10 @@ def index_queries(
     Cost: 2·T·Q·J·I FLOPs.
     Source: DeepSeek-V3.2-Exp report (2025), eq. 1; its corrected inference/model.py for the pairing.
     """
-    _check("index_queries", "q_latent", q_latent_TQ, config.q_lora_rank, indexer.wq_b)
-    q_TJI = rearrange(linear(q_latent_TQ, indexer.wq_b), "t (j i) -> t j i", j=config.index_n_heads)
+    _check("index_queries", "q_latent", q_latent_TQ, config.q_lora_rank, indexer, config)
+    require_float("index_queries", q_latent=q_latent_TQ, projection=indexer.wq_b)
+    with without_autocast(q_latent_TQ):
+        q_TJI = rearrange(linear(q_latent_TQ, indexer.wq_b), "t (j i) -> t j i", j=config.index_n_heads)
     return _rotate_first(q_TJI, cos, sin, config)
 
 
@@ -80,8 +82,11 @@ def index_keys(
     Cost: 2·T·D·I FLOPs.
     Source: DeepSeek-V3.2-Exp, inference/model.py (corrected version), class Indexer.
     """
-    _check("index_keys", "x", x_TD, config.hidden_size, indexer.wk)
-    k_TI = layer_norm(linear(x_TD, indexer.wk), indexer.k_norm_weight, indexer.k_norm_bias, config.index_norm_eps)
+    _check("index_keys", "x", x_TD, config.hidden_size, indexer, config)
+    require_float("index_keys", x=x_TD, projection=indexer.wk)
+    with without_autocast(x_TD):
+        k_TI = linear(x_TD, indexer.wk)
+    k_TI = layer_norm(k_TI, indexer.k_norm_weight, indexer.k_norm_bias, config.index_norm_eps)
     return _rotate_first(k_TI, cos, sin, config)
 
 
@@ -105,12 +110,8 @@ def index_weights(indexer: IndexerParams, x_TD: Float[Tensor, "T D"], *, config:
     Cost: 2·T·D·J FLOPs.
     Source: DeepSeek-V3.2-Exp, inference/model.py, class Indexer.
     """
-    require(
-        x_TD.ndim == 2 and x_TD.shape[1] == config.hidden_size,
-        "index_weights",
-        f"x must be [T, {config.hidden_size}]",
-        tuple(x_TD.shape),
-    )
+    _check("index_weights", "x", x_TD, config.hidden_size, indexer, config)
+    require_float("index_weights", x=x_TD)
     dtype = wide(x_TD.dtype)
     with without_autocast(x_TD):
         return linear(x_TD.to(dtype), indexer.weights_proj.to(dtype)) * config.index_weight_scale
@@ -217,6 +218,8 @@ def lightning_indexer(
     """
     _check_scores("lightning_indexer", q_TJI, k_SI, w_TJ)
     _check_ranges("lightning_indexer", q_TJI.shape[0], k, start_T, end_T)
+    if row_S is not None:
+        require_integers("lightning_indexer", row_S.numel(), row_S=row_S)
     q_TJI, k_SI, w_TJ = q_TJI.detach(), k_SI.detach(), w_TJ.detach()
     match implementation:
         case None | "blockwise":
@@ -241,9 +244,12 @@ def _rotate_first(x: Tensor, cos: Tensor, sin: Tensor, config: SFAConfig) -> Ten
     return torch.cat([rotated, x[..., width:]], dim=-1)
 
 
-def _check(function: str, name: str, x: Tensor, width: int, weight: Tensor) -> None:
+def _check(function: str, name: str, x: Tensor, width: int, indexer: IndexerParams, config: SFAConfig) -> None:
     require(x.ndim == 2 and x.shape[1] == width, function, f"{name} must be [T, {width}]", tuple(x.shape))
-    require_float(function, **{name: x}, projection=weight)
+    heads, head_width = config.index_n_heads, config.index_head_dim
+    want = (heads * head_width, head_width, heads)
+    got = (indexer.wq_b.shape[0], indexer.wk.shape[0], indexer.weights_proj.shape[0])
+    require(got == want, function, f"wq_b, wk and weights_proj must have {want} rows, as the config says", got)
 
 
 def _check_scores(function: str, q_TJI: Tensor, k_SI: Tensor, w_TJ: Tensor) -> None:

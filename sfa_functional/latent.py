@@ -10,7 +10,7 @@ from .config import SFAConfig
 from .implementation import Implementation, refuse
 from .norm import rms_norm
 from .params import LayerParams
-from .precision import require, require_float
+from .precision import require, require_float, without_autocast
 from .rotary import rotate
 
 Projections = tuple[Float[Tensor, "T H E"], Float[Tensor, "T Q"], Float[Tensor, "T E"]]
@@ -73,11 +73,12 @@ def latent_queries(
     Source: DeepSeek-V2 (2024), eq. 6 to 12 and section 2.1.2 (absorption); DeepSeek-V3.2-Exp, inference/model.py.
     """
     _check(params, x_TD, config, "latent_queries")
-    q_latent_TQ = rms_norm(linear(x_TD, params.q_a_proj), params.q_a_layernorm, config.latent_norm_eps)
-    q = rearrange(linear(q_latent_TQ, params.q_b_proj), "t (h x) -> t h x", h=config.num_attention_heads)
-    q_nope_THP, q_rope_THR = q.split([config.qk_nope_head_dim, config.qk_rope_head_dim], dim=-1)
     w_uk_HPL, _ = split_kv_b(params.kv_b_proj, config)
-    absorbed_THL = einsum(q_nope_THP, w_uk_HPL, "t h p, h p l -> t h l")
+    with without_autocast(x_TD):
+        q_latent_TQ = rms_norm(linear(x_TD, params.q_a_proj), params.q_a_layernorm, config.latent_norm_eps)
+        q = rearrange(linear(q_latent_TQ, params.q_b_proj), "t (h x) -> t h x", h=config.num_attention_heads)
+        q_nope_THP, q_rope_THR = q.split([config.qk_nope_head_dim, config.qk_rope_head_dim], dim=-1)
+        absorbed_THL = einsum(q_nope_THP, w_uk_HPL, "t h p, h p l -> t h l")
     q_THE = torch.cat([absorbed_THL, rotate(q_rope_THR, cos, sin, pairing=config.rope_pairing)], dim=-1)
     return q_THE, q_latent_TQ
 
@@ -113,7 +114,9 @@ def latent_keys(
     Source: DeepSeek-V2 (2024), eq. 9 and 14 to 16; DeepSeek-V3.2-Exp, inference/model.py.
     """
     _check(params, x_TD, config, "latent_keys")
-    latent_TL, rope_TR = linear(x_TD, params.kv_a_proj).split([config.kv_lora_rank, config.qk_rope_head_dim], dim=-1)
+    with without_autocast(x_TD):
+        kv_TE = linear(x_TD, params.kv_a_proj)
+    latent_TL, rope_TR = kv_TE.split([config.kv_lora_rank, config.qk_rope_head_dim], dim=-1)
     latent_TL = rms_norm(latent_TL, params.kv_a_layernorm, config.latent_norm_eps)
     return torch.cat([latent_TL, rotate(rope_TR, cos, sin, pairing=config.rope_pairing)], dim=-1)
 
@@ -182,8 +185,9 @@ def latent_output(params: LayerParams, out_THL: Float[Tensor, "T H L"], *, confi
     require(tuple(out_THL.shape[1:]) == want, "latent_output", f"out must be [T, {want[0]}, {want[1]}]", out_THL.shape)
     require_float("latent_output", out=out_THL, projections=params.o_proj)
     _, w_uv_HVL = split_kv_b(params.kv_b_proj, config)
-    value_THV = einsum(out_THL, w_uv_HVL, "t h l, h v l -> t h v")
-    return linear(rearrange(value_THV, "t h v -> t (h v)"), params.o_proj)
+    with without_autocast(out_THL):
+        value_THV = einsum(out_THL, w_uv_HVL, "t h l, h v l -> t h v")
+        return linear(rearrange(value_THV, "t h v -> t (h v)"), params.o_proj)
 
 
 def _check(params: LayerParams, x_TD: Tensor, config: SFAConfig, function: str) -> None:

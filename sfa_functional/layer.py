@@ -72,9 +72,8 @@ def sfa_layer(
     Source: DeepSeek-V3.2-Exp report (2025), section 2.1; DeepSeek-V3.2-Exp, inference/model.py, class MLA.
     """
     require_rows("sfa_layer", x_TD.shape[0], position_T=batch.position_T, selection=selection)
-    require(
-        selection is None or selection.dtype == torch.int32, "sfa_layer", "selection must be int32", "another dtype"
-    )
+    if selection is not None:
+        require(selection.dtype == torch.int32, "sfa_layer", "selection must be int32", selection.dtype)
     require(selection is None or select is None, "sfa_layer", "selection= and select= exclude each other", "both")
     _check_cache(batch, cache)
     with without_autocast(x_TD):

@@ -48,7 +48,8 @@ def indexer_kl(
         ValueError: shapes or dtypes that don't fit.
 
     Gradients: of q_TJI, k_SI and w_TJ: ``d score = (π - p) · d kl``. None reaches q_THE and kv_SE, the target is
-        detached here. Rows outside of A, NaN included, reach neither values nor gradients.
+        detached here. Rows outside of A, NaN included, reach neither values nor gradients. A NaN inside of A makes
+        that query's value NaN and gives no gradient; other queries are left alone.
     Cost: that of `index_scores` and of dense attention's weights over the same keys; holds them for backward.
     Source: DeepSeek-V3.2-Exp report (2025), eq. 3 and 4.
     """
@@ -74,27 +75,33 @@ def indexer_kl(
         for queries, span in blockwise.query_tiles(start_T, end_T, k_SI.shape[0], limit):
             start_t, end_t, q_tHE = start_T[queries], end_T[queries], q_THE[queries]
             if topk_TK is None:
-                p_ts = blockwise.mean_weights(q_tHE, kv_SE, start_t, end_t, span, scale=scale)
-                k, member_ts = blockwise.visible_rows(k_SI, start_t, end_t, slice(*span), None)
+                p_tK = blockwise.mean_weights(q_tHE, kv_SE, start_t, end_t, span, scale=scale)
+                k, member_tK = blockwise.visible_rows(k_SI, start_t, end_t, slice(*span), None)
             else:
                 topk_tK = topk_TK[queries]
-                member_ts = (topk_tK >= start_t[:, None]) & (topk_tK < end_t[:, None])
-                member_ts = member_ts & (topk_tK >= 0) & (topk_tK < k_SI.shape[0])
-                topk_tK = torch.where(member_ts, topk_tK, -1)
+                member_tK = (topk_tK >= start_t[:, None]) & (topk_tK < end_t[:, None])
+                member_tK = member_tK & (topk_tK >= 0) & (topk_tK < k_SI.shape[0])
+                topk_tK = torch.where(member_tK, topk_tK, -1)
                 kv_tKE = fetch_rows(kv_SE, topk_tK).to(wide(q_tHE.dtype))
-                p_ts = blockwise.softmax_weights(q_tHE, kv_tKE, member_ts, scale=scale)[0].mean(1)
+                p_tK = blockwise.softmax_weights(q_tHE, kv_tKE, member_tK, scale=scale)[0].mean(1)
                 k = fetch_rows(k_SI, topk_tK)
-            trained_t1 = member_ts.sum(-1, keepdim=True) > 1
+            trained_t1 = member_tK.sum(-1, keepdim=True) > 1
             q_tJI = torch.where(trained_t1[..., None], q_TJI[queries], 0)
-            score_ts = blockwise.index_scores(q_tJI, k, torch.where(trained_t1, w_TJ[queries], 0))
-            tiles.append(_divergence(p_ts, score_ts, member_ts & trained_t1))
+            score_tK = blockwise.index_scores(q_tJI, k, torch.where(trained_t1, w_TJ[queries], 0))
+            tiles.append(_divergence(p_tK, score_tK, member_tK & trained_t1))
     return torch.cat(tiles)
 
 
-def _divergence(p_ts: Tensor, score_ts: Tensor, member_ts: Tensor) -> Tensor:
-    """Return Σ p (ln p - ln π) over the members; 0, with zero gradients, where there are none."""
-    score_ts = torch.where(member_ts, score_ts, -torch.inf)
-    log_pi_ts = torch.log_softmax(torch.where(member_ts.any(-1, keepdim=True), score_ts, 0.0), dim=-1)
-    p_ts = torch.where(member_ts, p_ts.to(score_ts.dtype), 0)
-    log_pi_ts = torch.where(member_ts, log_pi_ts, 0)
-    return (torch.xlogy(p_ts, p_ts) - p_ts * log_pi_ts).sum(-1)
+def _divergence(p_tK: Tensor, score_tK: Tensor, member_tK: Tensor) -> Tensor:
+    """Return Σ p (ln p - ln π) over the members; 0, with zero gradients, where there are none.
+
+    NaN among a query's members makes its result NaN, written over at the end as in `blockwise.take_out`.
+    """
+    spoiled_t1 = (member_tK & (p_tK.isnan() | score_tK.isnan())).any(-1, keepdim=True)
+    member_tK = member_tK & ~spoiled_t1
+    score_tK = torch.where(member_tK, score_tK, -torch.inf)
+    log_pi_tK = torch.log_softmax(torch.where(member_tK.any(-1, keepdim=True), score_tK, 0.0), dim=-1)
+    p_tK = torch.where(member_tK, p_tK.to(score_tK.dtype), 0)
+    log_pi_tK = torch.where(member_tK, log_pi_tK, 0)
+    kl_t = (torch.xlogy(p_tK, p_tK) - p_tK * log_pi_tK).sum(-1)
+    return torch.where(spoiled_t1[:, 0], torch.nan, kl_t)

@@ -87,8 +87,8 @@ def fetch_rows(rows: Tensor | SplitRows, index: Int[Tensor, "*shape"] | slice) -
         return torch.cat([fetch_rows(rows.latent_SL, index), fetch_rows(rows.rope_SR, index)], dim=-1)
     if isinstance(index, slice):
         return rows[index]
-    if rows.shape[0] == 0:
-        return rows.new_zeros(*index.shape, rows.shape[1])
+    if rows.shape[0] == 0:  # a row to read, so that the graph stays whole
+        rows, index = torch.cat([rows, rows.new_zeros(1, rows.shape[1])]), torch.full_like(index, -1)
     valid = (index >= 0) & (index < rows.shape[0])
     return torch.where(valid[..., None], rows[torch.where(valid, index, 0).long()], 0)
 

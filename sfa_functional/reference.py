@@ -15,15 +15,18 @@ def attend(q_HE: Tensor, kv_KE: Tensor, valid_K: Tensor, *, scale: float, value_
     """Attend from one query to the valid rows.
 
     z = scale · q kvᵀ;  lse = ln Σ e^z;  out = Σ e^(z - lse) · kv[:, :value_dim]  (DeepSeek-V2, 2024, eq. 10).
+    No valid row: out 0, lse -inf. A valid row that is not finite: NaN.
     """
-    any_valid = valid_K.any()
-    rows_KE = torch.where(valid_K[:, None], kv_KE, 0)
+    finite_K, any_valid = kv_KE.isfinite().all(-1), valid_K.any()
+    rows_KE = torch.where((valid_K & finite_K)[:, None], kv_KE, 0)
     z_HK = scale * (_wide(torch.where(any_valid, q_HE, 0)) @ rows_KE.T)
     z_HK = torch.where(valid_K | ~any_valid, z_HK, -torch.inf)
     lse_H = torch.logsumexp(z_HK, dim=-1)
     p_HK = torch.where(valid_K, torch.exp(z_HK - lse_H[:, None]), 0)
-    out_HL = p_HK @ rows_KE[:, :value_dim]
-    return out_HL.to(q_HE.dtype), torch.where(any_valid, lse_H, -torch.inf)
+    out_HL = (p_HK @ rows_KE[:, :value_dim]).to(q_HE.dtype)
+    spoiled = (valid_K & ~finite_K).any()
+    lse_H = torch.where(any_valid, lse_H, -torch.inf)
+    return torch.where(spoiled, torch.nan, out_HL), torch.where(spoiled, torch.nan, lse_H)
 
 
 def sparse_attention(
@@ -32,7 +35,7 @@ def sparse_attention(
     """Attend from every query to the rows it selected; any number outside [0, S) is unused."""
     num_rows, kv_SE = kv_SE.shape[0], _wide(kv_SE)
     if num_rows == 0:
-        kv_SE, topk_TK = kv_SE.new_zeros(1, kv_SE.shape[1]), torch.full_like(topk_TK, -1)
+        kv_SE, topk_TK = torch.cat([kv_SE, kv_SE.new_zeros(1, kv_SE.shape[1])]), torch.full_like(topk_TK, -1)
 
     def one(q_HE: Tensor, topk_K: Tensor) -> tuple[Tensor, Tensor]:
         valid_K = (topk_K >= 0) & (topk_K < num_rows)
@@ -98,8 +101,12 @@ def _wide(x: Tensor) -> Tensor:
 
 
 def _map(one: Any, size: int, *per_query: Tensor) -> Any:
-    """Apply a function of one query to all, at most 2^24 / size at once; no queries are one blank query, cut off."""
+    """Apply a function of one query to all, at most 2^24 / size at once.
+
+    No queries are one blank query, of zeros that see and select nothing, whose result is cut off.
+    """
     if per_query[0].shape[0] == 0:
-        result = _map(one, size, *(x.new_zeros(1, *x.shape[1:]) for x in per_query))
+        blank = (x.new_full((1, *x.shape[1:]), 0 if x.is_floating_point() else -1) for x in per_query)
+        result = _map(one, size, *(torch.cat([x, row]) for x, row in zip(per_query, blank, strict=True)))
         return tuple(x[:0] for x in result) if isinstance(result, tuple) else result[:0]
     return vmap(one, chunk_size=max(1, 2**24 // max(size, 1)))(*per_query)

@@ -522,3 +522,39 @@ def test_autocast_changes_no_result(implementation):
         for got, want in zip(results(), plain, strict=True):
             assert got.dtype == want.dtype
             assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("poison", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("implementation", ["reference", "blockwise"])
+def test_a_spoiled_query_gives_no_gradient_to_what_others_share_with_it(implementation, poison):
+    """Queries 0 and 1 share row 2; row 1 is spoiled, and only query 0 attends to it. The loss holds both."""
+    kv_SE = torch.randn(4, 5)
+    kv_SE[1, 4] = poison
+    topk_TK = torch.tensor([[1, 2], [2, 3]], dtype=torch.int32)
+    ranges = torch.tensor([1, 2]), torch.tensor([3, 4])
+    for call, arguments in ((sfa.sparse_attention, (topk_TK,)), (sfa.dense_attention, ranges)):
+        q_THE, kv = torch.randn(2, 3, 5, requires_grad=True), kv_SE.clone().requires_grad_()
+        out = call(q_THE, kv, *arguments, scale=0.5, value_dim=3, implementation=implementation)
+        assert out.out_THL[0].isnan().all()
+        assert out.lse_TH[0].isnan().all()
+        (out.out_THL.square().sum() + out.lse_TH.sum()).backward()
+        clean = kv_SE.clone()
+        clean[1] = 0
+        q_alone, kv_alone = q_THE.detach()[1:].requires_grad_(), clean.requires_grad_()
+        alone = call(q_alone, kv_alone, *(x[1:] for x in arguments), scale=0.5, value_dim=3)
+        (alone.out_THL.square().sum() + alone.lse_TH.sum()).backward()
+        torch.testing.assert_close(kv.grad, kv_alone.grad)
+        torch.testing.assert_close(q_THE.grad[1:], q_alone.grad)
+        assert q_THE.grad[0].eq(0).all()
+
+
+@pytest.mark.parametrize("implementation", ["reference", "blockwise"])
+@pytest.mark.parametrize("rows", [0, 4])
+def test_no_queries_give_zero_gradients_whatever_the_rows_hold(implementation, rows):
+    none = torch.zeros(0).long()
+    for call, arguments in ((sfa.sparse_attention, (torch.zeros(0, 2).int(),)), (sfa.dense_attention, (none, none))):
+        q_THE, kv_SE = torch.zeros(0, 2, 5, requires_grad=True), torch.full((rows, 5), torch.nan, requires_grad=True)
+        out = call(q_THE, kv_SE, *arguments, scale=0.5, value_dim=3, implementation=implementation)
+        (out.out_THL.sum() + out.lse_TH.sum()).backward()
+        assert q_THE.grad.shape == (0, 2, 5)
+        assert kv_SE.grad is None or kv_SE.grad.eq(0).all()

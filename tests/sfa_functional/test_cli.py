@@ -1,6 +1,7 @@
 """`sfa eval` on small models of both types and on the bundled checkpoint; bad input is one line and exit code 2."""
 
 import json
+import math
 import os
 import shutil
 import sys
@@ -120,6 +121,27 @@ def test_dense_perplexity_is_that_of_transformers(deepseek, text, tmp_path):
     result = json.loads(out.read_text())
     assert result["perplexity_dense"] == pytest.approx(float(loss.exp()), rel=1e-5)
     assert result["perplexity_untrained_at_k"] == {}
+
+
+@pytest.fixture(scope="module")
+def moe(tmp_path_factory):
+    """A random two-layer checkpoint with tied embeddings whose second layer is a mixture of experts."""
+    path = tmp_path_factory.mktemp("moe")
+    torch.manual_seed(0)
+    experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    sizes = SIZES | experts | {"first_k_dense_replace": 1, "tie_word_embeddings": True}
+    GlmMoeDsaForCausalLM(GlmMoeDsaConfig(**sizes, num_hidden_layers=2)).save_pretrained(path)
+    return path
+
+
+@pytest.mark.parametrize(("dtype", "bound"), [("float32", 1e-5), ("float64", 1e-6), ("bfloat16", 0.1)])
+def test_a_mixture_of_experts_runs_in_every_dtype(dtype, bound, moe, text, tmp_path):
+    """In float64 the bound is that of cosines, which are float32; in bfloat16 it is its rounding, routers aside."""
+    out = tmp_path / "out.json"
+    run(moe, "--text", text, "--context", 60, "--topk", 8, "--dtype", dtype, "--json", out)
+    result = json.loads(out.read_text())
+    assert result["parity"]["max_rel"] < bound
+    assert math.isfinite(result["perplexity_at_k"]["8"])
 
 
 def test_default_topk_is_parts_of_the_context(deepseek, text, tmp_path):

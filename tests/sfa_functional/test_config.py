@@ -208,7 +208,7 @@ def test_from_hf_refuses_what_it_cannot_compute(change, message, unchecked):
 
 @pytest.mark.parametrize("name", [f.name for f in fields(sfa.SFAConfig) if f.type is int])
 def test_every_size_must_be_at_least_one(name):
-    with pytest.raises(ValueError, match=f"^SFAConfig: {name} must be >= 1; got 0$"):
+    with pytest.raises(ValueError, match=f"^SFAConfig: {name} must be an integer >= 1; got 0$"):
         replace(sfa.TINY, **{name: 0})
 
 
@@ -252,3 +252,34 @@ def test_values_of_another_kind_are_refused_by_name(changes, name):
 def test_a_config_that_can_not_be_computed_is_refused_when_it_is_built(change, unchecked):
     with pytest.raises(ValueError, match=f"^SFAConfig: {next(iter(change))} must be"):
         replace(sfa.TINY, **change)
+
+
+@pytest.mark.parametrize("model", ["deepseek_v32", "glm_5"])
+def test_a_flag_that_is_null_is_a_flag_that_is_absent(model):
+    config = read_vectors("model_configs.json")["models"][model]["config"]
+    flags = ("rope_interleave", "indexer_rope_interleave")
+    absent = {name: value for name, value in config.items() if name not in flags}
+    assert sfa.SFAConfig.from_hf(absent | dict.fromkeys(flags)) == sfa.SFAConfig.from_hf(absent)
+    for name in flags:
+        with pytest.raises(ValueError, match=f"^SFAConfig: {name} must be true or false; got 'false'$"):
+            sfa.SFAConfig.from_hf(config | {name: "false"})
+
+
+def test_two_spellings_of_rope_are_read_together_and_must_not_contradict_each_other():
+    """rope_parameters beside rope_scaling must not make yarn disappear."""
+    config = read_vectors("model_configs.json")["models"]["deepseek_v32"]["config"]
+    want = sfa.SFAConfig.from_hf(config)
+    assert want.yarn is not None
+    for nested in ({}, {"rope_theta": 10000}, {"rope_type": "yarn", "rope_theta": 10000}):
+        assert sfa.SFAConfig.from_hf(config | {"rope_parameters": nested}) == want
+    for nested, name in (({"rope_theta": 8e6}, "rope_theta"), ({"rope_type": "default"}, "rope_type")):
+        with pytest.raises(ValueError, match=f"^SFAConfig: {name} must be the same wherever it is given; got"):
+            sfa.SFAConfig.from_hf(config | {"rope_parameters": nested})
+
+
+def test_sizes_are_whole_numbers_and_lists_become_hashable(unchecked):
+    with pytest.raises(ValueError, match=r"^SFAConfig: hidden_size must be an integer >= 1; got 64\.5$"):
+        replace(sfa.TINY, hidden_size=64.5)
+    assert hash(replace(sfa.TINY, indexer_types=["full", "full"])) == hash(sfa.TINY)
+    with pytest.raises(ValueError, match=r"^SFAConfig: factor of yarn must be > 0; got 0\.0$"):
+        sfa.Yarn(factor=0.0, original_max_position_embeddings=64)

@@ -328,3 +328,22 @@ def test_the_lowest_integer_as_an_end_is_an_empty_range(implementation):
     topk_TK = sfa.lightning_indexer(*index, *ranges, k=3, implementation=implementation)
     assert (topk_TK[0] >= 5).all()
     assert (topk_TK[1] == -1).all()
+
+
+def test_an_indexer_of_other_sizes_than_the_config_says_is_refused(unchecked):
+    """Their constant J^-0.5 I^-0.5 would be silently wrong."""
+    params, x_TD = sfa.init_params(sfa.TINY), torch.randn(3, 64)
+    rope = sfa.rope_cos_sin(torch.arange(3), sfa.TINY)
+    for change in ({"index_n_heads": 8}, {"index_head_dim": 32}):
+        config = replace(sfa.TINY, **change)
+        for name, call in (
+            ("index_queries", lambda c: sfa.index_queries(params.indexer, torch.randn(3, 32), *rope, config=c)),
+            ("index_keys", lambda c: sfa.index_keys(params.indexer, x_TD, *rope, config=c)),
+            ("index_weights", lambda c: sfa.index_weights(params.indexer, x_TD, config=c)),
+        ):
+            with pytest.raises(ValueError, match=f"^{name}: wq_b, wk and weights_proj must have"):
+                call(config)
+    index = torch.randn(3, 2, 4), torch.randn(6, 4), torch.randn(3, 2)
+    ranges, message = (torch.zeros(3).long(), torch.ones(3).long()), r"row_S must be 6 integers; got \(torch.float32, "
+    with pytest.raises(ValueError, match=f"^lightning_indexer: {message}"):
+        sfa.lightning_indexer(*index, *ranges, k=1, row_S=torch.zeros(6))

@@ -288,3 +288,25 @@ def test_misfits_are_refused(unchecked):
         assert str(error.value) == f"sfa_layer: {message}"
     with pytest.raises(ValueError, match=r"implementation 'npu' can't run: "):
         sfa.sfa_layer(params, x_TD, batch, config=CONFIG, implementation="npu")
+
+
+def test_autocast_changes_neither_the_layer_nor_its_parts():
+    config = sfa.TINY
+    params, batch = sfa.init_params(config), sfa.Batch.from_lengths([7, 5])
+    x_TD = torch.randn(12, config.hidden_size)
+
+    def parts():
+        rope = sfa.rope_cos_sin(batch.position_T, config)
+        q_THE, q_latent_TQ, kv_TE = sfa.latent_projections(params, x_TD, *rope, config=config)
+        yield from (q_THE, q_latent_TQ, kv_TE)
+        yield sfa.index_queries(params.indexer, q_latent_TQ, *rope, config=config)
+        yield sfa.index_keys(params.indexer, x_TD, *rope, config=config)
+        yield sfa.index_weights(params.indexer, x_TD, config=config)
+        yield sfa.latent_output(params, q_THE[..., : config.kv_lora_rank], config=config)
+        yield sfa.sfa_layer(params, x_TD, batch, config=config).y_TD
+
+    plain = list(parts())
+    with torch.autocast("cpu", torch.bfloat16):
+        for got, want in zip(parts(), plain, strict=True):
+            assert got.dtype == torch.float32
+            assert torch.equal(got, want)

@@ -231,3 +231,21 @@ def test_nan_in_an_untrained_query_reaches_no_gradient(topk_TK):
     assert kl_T[3] == 0
     for gradient in torch.autograd.grad(kl_T.sum(), trained):
         assert gradient.isfinite().all()
+
+
+@pytest.mark.parametrize("topk_TK", [None, torch.tensor([[0, 1, 2], [0, 2, 3]], dtype=torch.int32)])
+@pytest.mark.parametrize("where", ["index key", "latent key"])
+def test_a_spoiled_query_gives_no_gradient_to_the_keys_of_others(topk_TK, where):
+    """Query 0 sees the spoiled key 1, query 1 does not; the loss holds both."""
+    inputs = [torch.randn(2, 3, 4), torch.randn(4, 4), torch.randn(2, 3), torch.randn(2, 2, 5), torch.randn(4, 5)]
+    inputs[1 if where == "index key" else 4][1, 0] = torch.nan
+    ranges = torch.tensor([0, 2]), torch.tensor([3, 4])
+    trained = [x.requires_grad_() for x in inputs[:3]]
+    kl_T = sfa.indexer_kl(*inputs, *ranges, scale=0.5, topk_TK=topk_TK)
+    assert kl_T.isnan().tolist() == [True, False]
+    got = torch.autograd.grad(kl_T.sum(), trained)
+    want = torch.autograd.grad(sfa.indexer_kl(*inputs, *ranges, scale=0.5, topk_TK=topk_TK)[1], trained)
+    for a, b in zip(got, want, strict=True):
+        assert a.isfinite().all()
+        torch.testing.assert_close(a, b)
+    assert got[0][1].ne(0).any()
