@@ -206,7 +206,7 @@ def test_rope_may_be_given():
     moved = sfa.rope_cos_sin(batch.position_T + 100, CONFIG)
     want = sfa.sfa_layer(params, x_TD, batch, config=CONFIG)
     got = sfa.sfa_layer(params, x_TD, batch, config=CONFIG, rope=moved)
-    torch.testing.assert_close(got.y_TD, want.y_TD, rtol=1e-4, atol=1e-4)  # scores depend on distances alone
+    torch.testing.assert_close(got.y_TD, want.y_TD, rtol=1e-5, atol=1e-5)  # scores depend on distances alone
     still = sfa.sfa_layer(params, x_TD, batch, config=CONFIG, rope=(torch.ones(4, 4), torch.zeros(4, 4)))
     assert (still.y_TD[1:] - want.y_TD[1:]).abs().max() > 1e-3
 
