@@ -134,6 +134,8 @@ def allocate_blocks(seq_lens: Sequence[int], block_size: int) -> Int32[Tensor, "
 
     Raises:
         ValueError: a negative length or a block size below 1.
+
+    Source: the block tables of PagedAttention (Kwon et al., 2023).
     """
     require(block_size >= 1, "allocate_blocks", "block_size must be >= 1", block_size)
     require(all(n >= 0 for n in seq_lens), "allocate_blocks", "lengths must be >= 0", list(seq_lens))
@@ -170,6 +172,7 @@ def token_slots(
         ValueError: block_size < 1, or token vectors of different lengths.
 
     Gradients: none (integers).
+    Source: the slot mapping of PagedAttention (Kwon et al., 2023).
     """
     require(block_size >= 1, "token_slots", "block_size must be >= 1", block_size)
     require_integers("token_slots", request_T.numel(), request_T=request_T, position_T=position_T)
@@ -317,6 +320,7 @@ def write_cache(
 
     Gradients: of the pool (without donate) and of the new rows.
     Cost: T rows, plus the pool without ``donate``.
+    Source: the slot mapping of PagedAttention (Kwon et al., 2023); skipping -1 and ``donate`` are this library's.
     """
     match implementation:
         case None | "reference" | "blockwise":
@@ -337,10 +341,10 @@ def write_cache(
     if k_TI is not None and index_k is not None:
         require(_fits(k_TI, index_k), "write_cache", "k must have index_k's width and dtype", _kinds(k_TI, index_k))
     if donate:
-        for pages in [*pools, *([] if index_k is None else [index_k])]:
+        for pages in [*pools, *([] if index_k is None or k_TI is None else [index_k])]:
             require(pages.is_contiguous(), "write_cache", "a donated pool must be contiguous", pages.stride())
             needed = pages.is_leaf and pages.requires_grad and torch.is_grad_enabled()
-            require(not needed, "write_cache", "a donated pool must not be a leaf that requires grad", "one")
+            require(not needed, "write_cache", "a donated pool must not be a leaf that requires grad", pages.shape)
     if k_TI is not None and index_k is not None:
         index_k = _put(index_k, k_TI, index_slot_T, donate)
     parts = kv_TE.split([pages.shape[-1] for pages in pools], dim=-1)

@@ -45,14 +45,16 @@ def window(
     Raises:
         ValueError: k < 1.
 
+    Gradients: none (integers).
+    Cost: T·K integers; no score is computed.
     Source: Beltagy et al., "Longformer" (2020), section 3.1.
     """
     require(k >= 1, "window", "k must be >= 1", k)
     start_T, end_T = start_T.clamp(min=0), end_T.clamp(min=0)
     if kv_SE is not None:
         end_T = end_T.clamp(max=_num_keys(kv_SE, row_S))
-    first_T1 = torch.maximum(start_T, end_T - k)[:, None]
-    rows_TK = first_T1 + torch.arange(k, device=start_T.device)
+    first_t1 = torch.maximum(start_T, end_T - k)[:, None]
+    rows_TK = first_t1 + torch.arange(k, device=start_T.device)
     return torch.where(rows_TK < end_T[:, None], rows_TK, -1).to(torch.int32)
 
 
@@ -79,10 +81,10 @@ def random_keys(generator: torch.Generator) -> Selector:
 
     def select(*, kv_SE: Rows, start_T: Tensor, end_T: Tensor, k: int, row_S: Tensor | None = None, **_: Any) -> Tensor:
         def score(queries: slice, low: int, high: int) -> Tensor:
-            t_T1 = torch.arange(queries.start, queries.stop, device=start_T.device)[:, None]
-            return _hash(t_T1 * 0x9E3779B1 + torch.arange(low, high, device=start_T.device) * 0x85EBCA77 + seed)
+            t_t1 = torch.arange(queries.start, queries.stop, device=start_T.device)[:, None]
+            return _hash(t_t1 * 0x9E3779B1 + torch.arange(low, high, device=start_T.device) * 0x85EBCA77 + seed)
 
-        return _best(score, start_T, end_T, _num_keys(kv_SE, row_S), k)
+        return _best("random_keys", score, start_T, end_T, _num_keys(kv_SE, row_S), k)
 
     return select
 
@@ -112,8 +114,9 @@ def block_topk(block: int) -> Selector:
         A selector; it needs the layer's indexer.
 
     Raises:
-        ValueError: block < 1; in the call: a layer without an indexer.
+        ValueError: block < 1; in the call: k < 1, or a layer without an indexer.
 
+    Cost: the scores of `lightning_indexer`, a tile of queries at a time with all keys of its span, and one pass more.
     Source: the block selection of Yuan et al., "Native Sparse Attention" (2025), section 3.3.2, with index scores.
     """
     require(block >= 1, "block_topk", "block must be >= 1", block)
@@ -145,7 +148,7 @@ def block_topk(block: int) -> Selector:
             best_ts = lowest_ts.scatter_reduce(1, block_ts, torch.where(seen_ts, score_ts, lowest_ts), "amax")
             return torch.where(seen_ts, best_ts.gather(1, block_ts), torch.nan)
 
-        return _best(score, start_T, end_T, _num_keys(k_SI, row_S), k, heads=q_TJI.shape[1])
+        return _best("block_topk", score, start_T, end_T, _num_keys(k_SI, row_S), k, heads=q_TJI.shape[1])
 
     return select
 
@@ -183,16 +186,23 @@ def best_keys(scale: float) -> Selector:
             ranges = start_T[queries], end_T[queries], (low, high)
             return blockwise.mean_weights(q_THE[queries].detach(), kv_SE, *ranges, scale=scale, row_S=row_S)
 
-        return _best(score, start_T, end_T, _num_keys(kv_SE, row_S), k, heads=q_THE.shape[1])
+        return _best("best_keys", score, start_T, end_T, _num_keys(kv_SE, row_S), k, heads=q_THE.shape[1])
 
     return select
 
 
 def _best(
-    score: Callable[[slice, int, int], Tensor], start_T: Tensor, end_T: Tensor, num_keys: int, k: int, *, heads: int = 1
+    name: str,
+    score: Callable[[slice, int, int], Tensor],
+    start_T: Tensor,
+    end_T: Tensor,
+    num_keys: int,
+    k: int,
+    *,
+    heads: int = 1,
 ) -> Tensor:
     """Choose the k best visible keys by scores that ``score(queries, low, high)`` gives for a tile."""
-    require(k >= 1, "selector", "k must be >= 1", k)
+    require(k >= 1, name, "k must be >= 1", k)
     start_T, end_T = start_T.clamp(0, num_keys), end_T.clamp(0, num_keys)
     limit = max(1, blockwise.TILE_VALUES // max(1, num_keys * heads))
     selections = []
