@@ -1,7 +1,6 @@
 """A ragged batch as plain vectors: positions, requests, visible ranges and slots of packed query tokens."""
 
-import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -9,7 +8,7 @@ from jaxtyping import Int, Int32
 from torch import Tensor
 
 from .paged import table_rows, token_slots, validate_block_table
-from .precision import require
+from .precision import require, require_lengths
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -70,8 +69,8 @@ class Batch:
         Cost: host arithmetic on B lengths, then vector operations on T tokens.
         Source: the block tables of PagedAttention (Kwon et al., 2023); ranges instead of masks are this library's.
         """
-        new = _lengths(query_lens, "query_lens")
-        total = new if seq_lens is None else _lengths(seq_lens, "seq_lens")
+        new = require_lengths("Batch.from_lengths", query_lens=query_lens)
+        total = new if seq_lens is None else require_lengths("Batch.from_lengths", seq_lens=seq_lens)
         _require(len(new) == len(total), "query_lens and seq_lens must have one length", (len(new), len(total)))
         for b, (n, s) in enumerate(zip(new, total, strict=True)):
             _require(s == 0 or s >= n, f"seq_len must be 0 or >= query_len {n} of request {b}", s)
@@ -136,7 +135,7 @@ class Batch:
         """
         if self.block_table_BU is None or self.row_S is None:
             raise ValueError("Batch.next: the batch must have a block table; got none")
-        new = _lengths(new_lens, "new_lens", "Batch.next")
+        new = require_lengths("Batch.next", new_lens=new_lens)
         lengths = self.seq_len_B.tolist()
         if len(new) != len(lengths):
             raise ValueError(f"Batch.next: new_lens must have {len(lengths)} entries; got {len(new)}")
@@ -194,16 +193,6 @@ def _shift(topk_TK: Tensor, batch: Batch, *, sign: int) -> Tensor:
     key_TK = topk_TK.long() + (first_T1 if sign > 0 else 0)
     seen_TK = (topk_TK >= 0) & (key_TK >= batch.start_T[:, None]) & (key_TK < batch.end_T[:, None])
     return torch.where(seen_TK, key_TK - (first_T1 if sign < 0 else 0), -1).to(torch.int32)
-
-
-def _lengths(values: Sequence[int] | Tensor, name: str, function: str = "Batch.from_lengths") -> list[int]:
-    listed = values.tolist() if isinstance(values, Tensor) else values
-    require(isinstance(listed, Iterable), function, f"{name} must be a sequence of integers", repr(listed))
-    listed = list(listed)
-    for value in listed:
-        whole = hasattr(value, "__index__") and not isinstance(value, bool) and value >= 0
-        require(whole, function, f"{name} must be integers >= 0", repr(value))
-    return [operator.index(value) for value in listed]
 
 
 def _require(ok: bool, rule: str, got: object) -> None:

@@ -6,13 +6,13 @@ import torch
 from jaxtyping import Float, Int32
 from torch import Tensor
 
-from .attention import sparse_attention
+from .attention import AttentionOutput, sparse_attention
 from .batch import Batch, global_selection, local_selection
 from .config import SFAConfig
 from .implementation import Implementation
 from .indexer import index_keys, index_queries, index_weights, lightning_indexer
 from .latent import latent_output, latent_projections
-from .paged import Cache, Rows, cache_rows, map_selection, write_cache
+from .paged import Cache, Rows, cache_rows, index_rows, map_selection, write_cache
 from .params import LayerParams
 from .precision import require, require_rows, without_autocast
 from .rotary import rope_cos_sin
@@ -71,11 +71,7 @@ def sfa_layer(
     Cost: the sum of its parts.
     Source: DeepSeek-V3.2-Exp report (2025), section 2.1; DeepSeek-V3.2-Exp, inference/model.py, class MLA.
     """
-    require_rows("sfa_layer", x_TD.shape[0], position_T=batch.position_T, selection=selection)
-    if selection is not None:
-        require(selection.dtype == torch.int32, "sfa_layer", "selection must be int32", selection.dtype)
-    require(selection is None or select is None, "sfa_layer", "selection= and select= exclude each other", "both")
-    _check_cache(batch, cache)
+    check_layer("sfa_layer", params, x_TD, batch, cache=cache, selection=selection, select=select)
     with without_autocast(x_TD):
         named = implementation if implementation is None or isinstance(implementation, str) else None
         belongs_T1 = batch.request_T[:, None] >= 0
@@ -86,44 +82,131 @@ def sfa_layer(
         k_TI = None
         if params.indexer is not None and (cache is not None or selection is None):
             k_TI = index_keys(params.indexer, x_TD, cos, sin, config=config)
+        q_TJI = w_TJ = None
+        if params.indexer is not None and selection is None:
+            q_TJI = index_queries(params.indexer, q_latent_TQ, cos, sin, config=config)
+            w_TJ = index_weights(params.indexer, x_TD, config=config)
         kv_SE: Rows = kv_TE
         k_SI = k_TI
         if cache is not None and batch.slot_T is not None:
             cache = write_cache(cache, kv_TE, k_TI, batch.slot_T, donate=donate, implementation=named)
-            kv_SE = cache_rows(cache)
-            k_SI = None if cache.index_k is None else cache.index_k.flatten(0, 1)
-
-        if selection is not None:
-            topk_TK = global_selection(selection, batch)
-        else:
-            q_TJI = w_TJ = None
-            if params.indexer is not None:
-                q_TJI = index_queries(params.indexer, q_latent_TQ, cos, sin, config=config)
-                w_TJ = index_weights(params.indexer, x_TD, config=config)
-            k, row_S, start_T, end_T = config.index_topk, batch.row_S, batch.start_T, batch.end_T
-            if select is not None:
-                compared = {"q_TJI": q_TJI, "k_SI": k_SI, "w_TJ": w_TJ, "q_THE": q_THE, "kv_SE": kv_SE}
-                topk_TK = select(**compared, start_T=start_T, end_T=end_T, k=k, row_S=row_S)
-            elif q_TJI is None or k_SI is None or w_TJ is None:
-                raise ValueError("sfa_layer: a layer without an indexer needs selection= or select=; got neither")
-            else:
-                topk_TK = lightning_indexer(q_TJI, k_SI, w_TJ, start_T, end_T, k=k, row_S=row_S, implementation=named)
-            selection = local_selection(topk_TK, batch)
-
-        row_TK = topk_TK if batch.row_S is None else map_selection(topk_TK, batch.row_S)
-        out_THL, _ = sparse_attention(
-            q_THE,
-            kv_SE,
-            row_TK,
-            scale=config.softmax_scale,
-            value_dim=config.kv_lora_rank,
-            implementation=implementation,
-        )
+            kv_SE, k_SI = cache_rows(cache), index_rows(cache)
+        if selection is None:
+            selection = choose_keys(
+                q_TJI, k_SI, w_TJ, q_THE, kv_SE, batch, k=config.index_topk, select=select, implementation=named
+            )
+        out_THL, _ = attend_positions(q_THE, kv_SE, selection, batch, config=config, implementation=implementation)
         return LayerOutput(latent_output(params, out_THL, config=config), selection, cache)
 
 
-def _check_cache(batch: Batch, cache: Cache | None) -> None:
-    if cache is None:
-        require(batch.row_S is None, "sfa_layer", "a batch with cached context or a block table needs a cache", None)
+def choose_keys(
+    q_TJI: Float[Tensor, "T J I"] | None,
+    k_SI: Float[Tensor, "S I"] | None,
+    w_TJ: Float[Tensor, "T J"] | None,
+    q_THE: Float[Tensor, "T H E"],
+    kv_SE: Rows | None,
+    batch: Batch,
+    *,
+    k: int,
+    select: Selector | None = None,
+    implementation: Implementation = None,
+) -> Int32[Tensor, "T K"]:
+    """Choose k keys for every query of a batch, as positions within its request.
+
+    Args:
+        q_TJI: indexer queries; None in a layer without an indexer, as are ``k_SI`` and ``w_TJ``.
+        k_SI: index keys, or those of a pool for a batch with ``row_S``.
+        w_TJ: weights of the indexer's heads.
+        q_THE: absorbed queries, for selectors that look at them.
+        kv_SE: latent keys, likewise; None where no rank has them all.
+        batch: what each query sees.
+        k: keys to choose.
+        select: another way to choose; None is `lightning_indexer`.
+        implementation: of `lightning_indexer`.
+
+    Returns:
+        int32 positions, unused entries -1.
+
+    Raises:
+        ValueError: neither an indexer's tensors nor ``select``.
+
+    Gradients: none (integers).
+    Cost: that of the selector.
+    Source: DeepSeek-V3.2-Exp report (2025), section 2.1.
+    """
+    start_T, end_T, row_S = batch.start_T, batch.end_T, batch.row_S
+    if select is not None:
+        compared = {"q_TJI": q_TJI, "k_SI": k_SI, "w_TJ": w_TJ, "q_THE": q_THE, "kv_SE": kv_SE}
+        topk_TK = select(**compared, start_T=start_T, end_T=end_T, k=k, row_S=row_S)
+    elif q_TJI is None or k_SI is None or w_TJ is None:
+        raise ValueError("choose_keys: a layer without an indexer needs selection= or select=; got neither")
     else:
-        require(batch.slot_T is not None, "sfa_layer", "a cache needs a batch with a block table", "none")
+        topk_TK = lightning_indexer(q_TJI, k_SI, w_TJ, start_T, end_T, k=k, row_S=row_S, implementation=implementation)
+    return local_selection(topk_TK, batch)
+
+
+def attend_positions(
+    q_THE: Float[Tensor, "T H E"],
+    kv_SE: Rows,
+    selection_TK: Int32[Tensor, "T K"],
+    batch: Batch,
+    *,
+    config: SFAConfig,
+    implementation: Implementation = None,
+) -> AttentionOutput:
+    """Attend from every query of a batch to positions of its request: `sparse_attention` through the batch's rows.
+
+    Args:
+        q_THE: absorbed queries.
+        kv_SE: latent keys, or those of a pool for a batch with ``row_S``.
+        selection_TK: positions; those that the query does not see are unused.
+        batch: what each query sees.
+        config: scale and L.
+        implementation: of `sparse_attention`.
+
+    Returns:
+        `AttentionOutput`.
+
+    Raises:
+        ValueError: as `sparse_attention`.
+
+    Gradients: as `sparse_attention`.
+    Cost: as `sparse_attention`.
+    Source: as `sparse_attention`.
+    """
+    topk_TK = global_selection(selection_TK, batch)
+    row_TK = topk_TK if batch.row_S is None else map_selection(topk_TK, batch.row_S)
+    return sparse_attention(
+        q_THE,
+        kv_SE,
+        row_TK,
+        scale=config.softmax_scale,
+        value_dim=config.kv_lora_rank,
+        implementation=implementation,
+    )
+
+
+def check_layer(
+    function: str,
+    params: LayerParams,
+    x_TD: Float[Tensor, "T D"],
+    batch: Batch,
+    *,
+    cache: Cache | None,
+    selection: Int32[Tensor, "T K"] | None,
+    select: Selector | None,
+) -> None:
+    """Refuse arguments of a layer function that don't go together, before anything is computed, sent or written."""
+    require_rows(function, x_TD.shape[0], position_T=batch.position_T, selection=selection)
+    if selection is not None:
+        require(selection.dtype == torch.int32, function, "selection must be int32", selection.dtype)
+    require(selection is None or select is None, function, "selection= and select= exclude each other", "both")
+    if cache is None:
+        require(batch.row_S is None, function, "a batch with cached context or a block table needs a cache", None)
+    else:
+        require(batch.slot_T is not None, function, "a cache needs a batch with a block table", "none")
+    chosen = selection is not None or select is not None
+    rule = "a layer without an indexer needs selection= or select="
+    require(chosen or params.indexer is not None, function, rule, "neither")
+    if cache is not None and params.indexer is not None:
+        require(cache.index_k is not None, function, "a layer with an indexer needs a pool with index keys", None)

@@ -23,10 +23,13 @@ class SplitRows:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class JointCache:
-    """A pool of pages with latent and rope columns side by side; ``index_k`` is None for a shared layer."""
+    """A pool of pages with latent and rope columns side by side; ``index_k`` is None for a shared layer.
+
+    It has as many pages of index keys as of latents, unless those are shared out over ranks and these are not.
+    """
 
     kv: Float[Tensor, "blocks block_size E"]
-    index_k: Float[Tensor, "blocks block_size I"] | None = None
+    index_k: Float[Tensor, "index_blocks block_size I"] | None = None
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -35,7 +38,7 @@ class SplitCache:
 
     latent: Float[Tensor, "blocks block_size L"]
     rope: Float[Tensor, "blocks block_size R"]
-    index_k: Float[Tensor, "blocks block_size I"] | None = None
+    index_k: Float[Tensor, "index_blocks block_size I"] | None = None
 
 
 Cache = JointCache | SplitCache
@@ -236,6 +239,7 @@ def init_cache(
     device: torch.device | str | None = None,
     layer: int = 0,
     layout: Literal["joint", "split"] = "joint",
+    index_blocks: int | None = None,
 ) -> Cache:
     """Allocate a pool of zeroed pages for one layer.
 
@@ -247,6 +251,7 @@ def init_cache(
         device: where to put them.
         layer: 0-based number; a shared layer has no index keys.
         layout: "joint" (one tensor of E columns) or "split" (L and R columns apart).
+        index_blocks: pages of index keys, where they differ in number (`sharding.CacheSplit`); None is num_blocks.
 
     Returns:
         `JointCache` or `SplitCache`.
@@ -254,16 +259,20 @@ def init_cache(
     Raises:
         ValueError: a count below 1, an unknown layout or layer.
 
-    Cost: num_blocks · block_size · (E + I) values.
+    Cost: block_size · (num_blocks · E + index_blocks · I) values.
     """
     require(num_blocks >= 1 and block_size >= 1, "init_cache", "counts must be >= 1", (num_blocks, block_size))
     require(layout in ("joint", "split"), "init_cache", "layout must be 'joint' or 'split'", repr(layout))
     require(0 <= layer < config.num_layers, "init_cache", f"layer must be in 0..{config.num_layers - 1}", layer)
 
-    def pages(width: int) -> Tensor:
-        return torch.zeros(num_blocks, block_size, width, dtype=dtype, device=device)
+    index_blocks = num_blocks if index_blocks is None else index_blocks
+    require(index_blocks >= 1, "init_cache", "index_blocks must be >= 1", index_blocks)
 
-    index_k = pages(config.index_head_dim) if config.indexer_types[layer] == "full" else None
+    def pages(width: int, count: int = num_blocks) -> Tensor:
+        return torch.zeros(count, block_size, width, dtype=dtype, device=device)
+
+    full = config.indexer_types[layer] == "full"
+    index_k = pages(config.index_head_dim, index_blocks) if full else None
     if layout == "joint":
         return JointCache(kv=pages(config.key_width), index_k=index_k)
     return SplitCache(latent=pages(config.kv_lora_rank), rope=pages(config.qk_rope_head_dim), index_k=index_k)
@@ -283,6 +292,11 @@ def cache_rows(cache: Cache) -> Tensor | SplitRows:
     if isinstance(cache, JointCache):
         return cache.kv.flatten(0, 1)
     return SplitRows(latent_SL=cache.latent.flatten(0, 1), rope_SR=cache.rope.flatten(0, 1))
+
+
+def index_rows(cache: Cache) -> Float[Tensor, "S I"] | None:
+    """View a pool's index keys as rows, numbered by slot; None for a shared layer's pool."""
+    return None if cache.index_k is None else cache.index_k.flatten(0, 1)
 
 
 def write_cache(

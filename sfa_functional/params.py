@@ -25,16 +25,17 @@ class IndexerParams:
 class LayerParams:
     """Weights of one attention layer; projections are [out, in] as in checkpoints.
 
-    A layer that shares the selection of an earlier one has ``indexer=None``.
+    A layer that shares the selection of an earlier one has ``indexer=None``. The three large matrices may be flat
+    shards instead, for those who put them together again before use (`sharding.context_parallel_layer`).
     """
 
     q_a_proj: Float[Tensor, "Q D"]
     q_a_layernorm: Float[Tensor, " Q"]
-    q_b_proj: Float[Tensor, "HX Q"]  # X = P + R
+    q_b_proj: Float[Tensor, "HX Q"] | Float[Tensor, " _"]  # X = P + R
     kv_a_proj: Float[Tensor, "E D"]
     kv_a_layernorm: Float[Tensor, " L"]
-    kv_b_proj: Float[Tensor, "HY L"]  # Y = P + V
-    o_proj: Float[Tensor, "D HV"]
+    kv_b_proj: Float[Tensor, "HY L"] | Float[Tensor, " _"]  # Y = P + V
+    o_proj: Float[Tensor, "D HV"] | Float[Tensor, " _"]
     indexer: IndexerParams | None = None
 
 

@@ -1,5 +1,7 @@
 """Which dtype a sum is taken in, and the checks that every public function makes of its arguments."""
 
+import operator
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -56,3 +58,15 @@ def require_rows(function: str, count: int, **tensors: Tensor | None) -> None:
             f"{name} must have {count} rows",
             None if x is None else tuple(x.shape),
         )
+
+
+def require_lengths(function: str, **lengths: Sequence[int] | Tensor) -> list[int]:
+    """Refuse lengths that are not a sequence of integers >= 0; return them as a list. Waits where they are a tensor."""
+    ((name, values),) = lengths.items()
+    listed = values.tolist() if isinstance(values, Tensor) else values
+    require(isinstance(listed, Iterable), function, f"{name} must be a sequence of integers", repr(listed))
+    listed = list(listed)
+    for value in listed:
+        whole = hasattr(value, "__index__") and not isinstance(value, bool) and value >= 0
+        require(whole, function, f"{name} must be integers >= 0", repr(value))
+    return [operator.index(value) for value in listed]

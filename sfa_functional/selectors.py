@@ -61,7 +61,8 @@ def window(
 def random_keys(generator: torch.Generator) -> Selector:
     """Return a selector that chooses k visible keys at random, the same ones for the same ranges.
 
-    Every pair of a query's number and a key row gets a number, the k highest are chosen.
+    Every pair of a query's last visible row and a key row gets a number, the k highest are chosen. So a query gets the
+    same keys however a batch is cut or dealt out to ranks.
 
     Args:
         generator: gives the selector its seed (one number is drawn from it, here); calls draw nothing from it, so a
@@ -81,8 +82,8 @@ def random_keys(generator: torch.Generator) -> Selector:
 
     def select(*, kv_SE: Rows, start_T: Tensor, end_T: Tensor, k: int, row_S: Tensor | None = None, **_: Any) -> Tensor:
         def score(queries: slice, low: int, high: int) -> Tensor:
-            t_t1 = torch.arange(queries.start, queries.stop, device=start_T.device)[:, None]
-            return _hash(t_t1 * 0x9E3779B1 + torch.arange(low, high, device=start_T.device) * 0x85EBCA77 + seed)
+            key_S = torch.arange(low, high, device=start_T.device)
+            return _hash(end_T.long()[queries, None] * 0x9E3779B1 + key_S * 0x85EBCA77 + seed)
 
         return _best("random_keys", score, start_T, end_T, _num_keys(kv_SE, row_S), k)
 

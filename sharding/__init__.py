@@ -1,1 +1,49 @@
-"""Where tokens, caches and weights live: token ranges, layouts and collectives. Empty in this version."""
+"""Where tokens, caches and weights live, and how many ranks compute as one. The public names, in reading order.
+
+Three questions, kept apart: what is the plan (`token_ranges`, `cache_ranges`, `layer_owners`: index arithmetic, the
+same on every rank), what is the local maths (`sfa_functional`, which knows of no ranks), which collectives join them
+(`context_parallel`).
+"""
+
+from .mesh import MeshShape, P, SimulatedMesh, Transfer, simulated_mesh
+from .rules import LARGE_FIELDS, Rules, param_specs
+from .costs import LayerFlops, layer_flops, token_flops
+from .token_ranges import TokenSplit, local_lengths, split_tokens, token_ranges
+from .cache_ranges import CacheSplit, compact_block_table, gathered_block_table, replicated_block_table
+from .layer_owners import layer_owners
+from .collectives import Collectives, Pending, gather_rows_start, pack_rows, unpack_rows
+from .shard_map import shard_map
+from .context_parallel import context_parallel_layer, heads_of_rank, shard_flat, tensor_parallel_layer
+
+__all__ = [
+    "MeshShape",
+    "P",
+    "SimulatedMesh",
+    "Transfer",
+    "simulated_mesh",
+    "LARGE_FIELDS",
+    "Rules",
+    "param_specs",
+    "LayerFlops",
+    "layer_flops",
+    "token_flops",
+    "TokenSplit",
+    "local_lengths",
+    "split_tokens",
+    "token_ranges",
+    "CacheSplit",
+    "compact_block_table",
+    "gathered_block_table",
+    "replicated_block_table",
+    "layer_owners",
+    "Collectives",
+    "Pending",
+    "gather_rows_start",
+    "pack_rows",
+    "unpack_rows",
+    "shard_map",
+    "context_parallel_layer",
+    "heads_of_rank",
+    "shard_flat",
+    "tensor_parallel_layer",
+]

@@ -99,13 +99,23 @@ def test_random_keys_repeat_themselves_and_leave_random_states_alone():
 
 def test_random_keys_choose_every_visible_key_equally_often():
     tokens, keys, k = 4000, 10, 3
-    ranges = {"start_T": torch.zeros(tokens).long(), "end_T": torch.full((tokens,), keys)}
+    start_T = torch.arange(tokens)
     select = sfa.random_keys(torch.Generator().manual_seed(5))
-    topk_TK = select(kv_SE=torch.zeros(keys, 1), **ranges, k=k, row_S=None)
+    topk_TK = select(kv_SE=torch.zeros(tokens + keys, 1), start_T=start_T, end_T=start_T + keys, k=k, row_S=None)
     share = k / keys
     five_sigma = 5 * (tokens * share * (1 - share)) ** 0.5
-    counts = topk_TK.flatten().bincount(minlength=keys)
+    counts = (topk_TK - start_T[:, None]).flatten().bincount(minlength=keys)
     assert (counts - tokens * share).abs().max() < five_sigma
+
+
+def test_random_keys_do_not_depend_on_how_queries_are_dealt_out():
+    compared = _compared()
+    whole_TK = sfa.random_keys(torch.Generator().manual_seed(1))(**compared, k=4)
+    order = torch.randperm(T)
+    dealt = {
+        name: x[order] if name in ("q_TJI", "w_TJ", "q_THE", "start_T", "end_T") else x for name, x in compared.items()
+    }
+    assert torch.equal(sfa.random_keys(torch.Generator().manual_seed(1))(**dealt, k=4), whole_TK[order])
 
 
 def _block_scores(score_S, seen, block):
@@ -187,9 +197,10 @@ def test_random_keys_do_not_depend_on_tiles_or_on_where_a_request_begins_in_a_ti
 
 
 def test_random_keys_are_spread_evenly():
-    """2000 queries choose 5 of 50 keys: every key about 200 times, 7 deviations at most."""
+    """2000 queries choose 5 of their 50 keys: every place about 200 times, 7 deviations at most."""
     select = sfa.random_keys(torch.Generator().manual_seed(3))
-    ranges = {"start_T": torch.zeros(2000).long(), "end_T": torch.full((2000,), 50)}
-    counts = select(kv_SE=torch.zeros(50, 1), k=5, row_S=None, **ranges).flatten().bincount(minlength=50)
+    start_T = torch.arange(2000) * 50
+    topk_TK = select(kv_SE=torch.zeros(100000, 1), start_T=start_T, end_T=start_T + 50, k=5, row_S=None)
+    counts = (topk_TK - start_T[:, None]).flatten().bincount(minlength=50)
     assert counts.sum() == 10000
     assert ((counts - 200).abs() < 7 * 13.5).all()
