@@ -7,13 +7,14 @@ same on every rank), what is the local maths (`sfa_functional`, which knows of n
 
 from .mesh import MeshShape, P, SimulatedMesh, Transfer, simulated_mesh
 from .rules import LARGE_FIELDS, Rules, param_specs
-from .costs import LayerFlops, layer_flops, token_flops
+from .costs import LayerFlops, layer_flops, token_flops, visible_keys
 from .token_ranges import TokenSplit, local_lengths, split_tokens, token_ranges
 from .cache_ranges import CacheSplit, compact_block_table, gathered_block_table, replicated_block_table
 from .layer_owners import layer_owners
 from .collectives import Collectives, Pending, gather_rows_start, pack_rows, unpack_rows
 from .shard_map import shard_map
 from .context_parallel import context_parallel_layer, heads_of_rank, shard_flat, tensor_parallel_layer
+from .show import SplitPicture, show_split
 
 __all__ = [
     "MeshShape",
@@ -27,6 +28,7 @@ __all__ = [
     "LayerFlops",
     "layer_flops",
     "token_flops",
+    "visible_keys",
     "TokenSplit",
     "local_lengths",
     "split_tokens",
@@ -46,4 +48,6 @@ __all__ = [
     "heads_of_rank",
     "shard_flat",
     "tensor_parallel_layer",
+    "SplitPicture",
+    "show_split",
 ]

@@ -19,7 +19,7 @@ and a loss that each of N ranks computes in full counts N times.
 """
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Shaped
@@ -29,6 +29,7 @@ from torch.autograd import Function
 from sfa_functional.precision import require
 
 
+@runtime_checkable
 class Pending(Protocol):
     """A collective under way."""
 
@@ -36,6 +37,7 @@ class Pending(Protocol):
         """Return the result, once it is there; to be called once."""
 
 
+@runtime_checkable
 class Collectives(Protocol):
     """One mesh axis as seen by one rank. Every method is called by all ranks of the axis."""
 
@@ -69,6 +71,7 @@ class Collectives(Protocol):
         """Start a `broadcast`; x must not be changed before ``wait()``."""
 
 
+@runtime_checkable
 class Transport(Protocol):
     """How tensors really get from rank to rank; knows nothing of gradients."""
 

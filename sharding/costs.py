@@ -1,5 +1,6 @@
 """What a token costs, in floating-point operations, by the sizes of a model."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -53,3 +54,21 @@ def token_flops(config: SFAConfig, visible_T: Int[Tensor, " T"]) -> Float[Tensor
     selected_T = visible_T.clamp(max=config.index_topk)
     visible_T, selected_T = visible_T.to(torch.float64), selected_T.to(torch.float64)
     return flops.projections + flops.per_visible_key * visible_T + flops.per_selected_key * selected_T
+
+
+def visible_keys(lengths: Sequence[int], seq_lens: Sequence[int]) -> Int[Tensor, " T"]:
+    """Return how many keys each token of a packed batch sees.
+
+    Query i of request b sees ``seq_len[b] - length[b] + i + 1`` keys, those up to its own position; none where
+    ``seq_len[b]`` is 0 (padding).
+
+    Args:
+        lengths: new tokens of each request.
+        seq_lens: context + new tokens of each, as `sfa_functional.Batch.from_lengths` takes them.
+
+    Returns:
+        int64, one number per token.
+    """
+    pairs = zip(lengths, seq_lens, strict=True)
+    seen = [torch.arange(s - n, s) + 1 if s > 0 else torch.zeros(n, dtype=torch.int64) for n, s in pairs]
+    return torch.cat([torch.zeros(0, dtype=torch.int64), *seen])

@@ -16,6 +16,7 @@ spec                local shape     who holds what
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import NamedTuple
 
 from sfa_functional.precision import require
@@ -96,9 +97,7 @@ class MeshShape:
 
     def group(self, rank: int, *axes: str) -> tuple[int, ...]:
         """Return the ranks that differ from a rank on the given axes alone, ordered by `axis_index`."""
-        others = [axis for axis in self.names if axis not in axes]
-        mine = [r for r in range(self.size) if self.axis_index(r, *others) == self.axis_index(rank, *others)]
-        return tuple(sorted(mine, key=lambda r: self.axis_index(r, *axes)))
+        return _group(self, rank, axes)
 
     def require_axes(self, function: str, spec: P) -> None:
         """Refuse a spec that names an axis which this mesh does not have."""
@@ -133,6 +132,13 @@ class MeshShape:
 
     def __repr__(self) -> str:
         return f"MeshShape({', '.join(f'{name}={size}' for name, size in zip(self.names, self.sizes, strict=True))})"
+
+
+@lru_cache(maxsize=4096)
+def _group(shape: MeshShape, rank: int, axes: tuple[str, ...]) -> tuple[int, ...]:
+    others = [axis for axis in shape.names if axis not in axes]
+    mine = [r for r in range(shape.size) if shape.axis_index(r, *others) == shape.axis_index(rank, *others)]
+    return tuple(sorted(mine, key=lambda r: shape.axis_index(r, *axes)))
 
 
 class Transfer(NamedTuple):

@@ -107,8 +107,7 @@ class _Call:
         self.places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
         self.specs = [specs[i] for i in self.places]
         self.grad_mode = torch.is_grad_enabled()
-        transformed = torch._C._are_functorch_transforms_active()
-        self.watch: AbstractContextManager[Any] = _RefuseWrapped() if transformed else nullcontext()
+        self.transformed = torch._C._are_functorch_transforms_active()
         self.wanted = [leaves[i].requires_grad and self.grad_mode for i in self.places]
         for spec, place in zip(self.specs, self.places, strict=True):
             self.shape.local_slices("shard_map", spec, leaves[place].shape, 0)
@@ -127,7 +126,8 @@ class _Call:
             local = list(self.others)
             for place, x in zip(self.places, self.inputs[rank], strict=True):
                 local[place] = x
-            with torch.set_grad_enabled(self.grad_mode), self.watch:
+            watch: AbstractContextManager[Any] = _RefuseWrapped() if self.transformed else nullcontext()
+            with torch.set_grad_enabled(self.grad_mode), watch:
                 return self.fn(MeshCollectives(self.shape, rank), *tree_unflatten(local, self.tree))
 
         returned = run_ranks(self.shape, body, phase="forward", record=self.mesh.record)
@@ -188,7 +188,7 @@ class _Call:
         require(len(spec.dims) <= first.ndim, "shard_map", rule, list(first.shape))
         for rank, part in enumerate(parts):
             holder = self._holder(spec, rank)
-            if rank != holder and not torch.equal(*(x.detach().nan_to_num(nan=0.125) for x in (part, parts[holder]))):
+            if rank != holder and not _same_values(part.detach(), parts[holder].detach()):
                 rule = f"a result of {spec} must be the same on the ranks that hold it"
                 raise ValueError(f"shard_map: {rule}; got {_apart(part, parts[holder])} between ranks {holder}, {rank}")
         if not spec.axes:
@@ -320,6 +320,12 @@ def _same_kind(a: Any, b: Any) -> bool:
     if isinstance(a, Tensor) and isinstance(b, Tensor):
         return a.shape == b.shape and a.dtype == b.dtype
     return type(a) is type(b) and bool(a == b)
+
+
+def _same_values(a: Tensor, b: Tensor) -> bool:
+    if a.is_floating_point() and a.itemsize == 1:
+        a, b = a.float(), b.float()
+    return torch.equal(a, b) or bool(((a == b) | ((a != a) & (b != b))).all())
 
 
 def _apart(a: Tensor, b: Tensor) -> str:

@@ -12,7 +12,7 @@ from torch import Tensor
 from sfa_functional import DEEPSEEK_V32, Batch, SFAConfig
 from sfa_functional.precision import require, require_lengths
 
-from .costs import token_flops
+from .costs import token_flops, visible_keys
 
 Layout = Literal["contiguous", "zigzag", "striped", "balanced"]
 
@@ -309,15 +309,9 @@ def split_tokens(
         case "striped":
             owner_T = token_T % num_ranks
         case "balanced":
-            flops_T = token_flops(DEEPSEEK_V32 if config is None else config, _visible(counts, total))
+            flops_T = token_flops(DEEPSEEK_V32 if config is None else config, visible_keys(counts, total))
             owner_T = _balanced(flops_T, num_ranks, share)
     return TokenSplit.from_owner(owner_T, num_ranks, rows=rows)
-
-
-def _visible(counts: list[int], total: list[int]) -> Tensor:
-    """Return how many keys each token sees: those up to its own position, none for padding."""
-    seen = [torch.arange(s - n, s) + 1 if s > 0 else torch.zeros(n).long() for n, s in zip(counts, total, strict=True)]
-    return torch.cat([torch.zeros(0, dtype=torch.int64), *seen])
 
 
 def _zigzag(counts: list[int], num_ranks: int) -> Tensor:
