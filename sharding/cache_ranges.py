@@ -89,7 +89,7 @@ class CacheSplit:
     def local_slots(
         self,
         block_table_BU: Int32[Tensor, "B U"],
-        request: Int[Tensor, "*shape"],
+        request: Int[Tensor, "*#shape"],
         position: Int[Tensor, "*shape"],
         rank: int,
         *,
@@ -101,7 +101,7 @@ class CacheSplit:
 
         Args:
             block_table_BU: pages of the sharded pool, U per request.
-            request: request of each position, -1 for none.
+            request: request of each position, -1 for none; broadcast to the positions.
             position: positions within the request; negative ones are nobody's.
             rank: whose pool.
             block_size: rows of a page.
@@ -125,6 +125,7 @@ class CacheSplit:
         size``: the position itself where ``interleave`` is the block size. `token_slots` over a table of gathered
         blocks (`gathered_block_table`, `compact_block_table`) then says in which row it lies.
         """
+        require(block_size >= 1, "CacheSplit.gathered_position", "block_size must be >= 1", block_size)
         local = self.local_position(position)
         block = local // block_size * self.num_ranks + self.owner(position)
         return torch.where(local >= 0, block * block_size + local % block_size, -1)
@@ -193,11 +194,14 @@ def gathered_block_table(num_requests: int, num_blocks: int, num_ranks: int) -> 
         int32 [B, N·U].
 
     Raises:
-        ValueError: N < 1.
+        ValueError: N < 1, or a negative count.
 
     Source: the decode context parallelism of vllm-project/vllm-ascend.
     """
     _require_ranks("gathered_block_table", num_ranks)
+    for name, value in (("num_requests", num_requests), ("num_blocks", num_blocks)):
+        whole = type(value) is int and value >= 0
+        require(whole, "gathered_block_table", f"{name} must be an integer >= 0", repr(value))
     place_CBU = torch.arange(num_ranks * num_requests * num_blocks).view(num_ranks, num_requests, num_blocks)
     return place_CBU.permute(1, 2, 0).flatten(1).to(torch.int32)
 

@@ -264,9 +264,7 @@ def gather_rows_start(comm: Collectives, *tensors: Shaped[Tensor, "rows *_"]) ->
     Gradients: of each tensor, by one reduce_scatter, where all have one dtype.
     Cost: one gather; a copy of the rows on each side.
     """
-    counts = [tuple(x.shape) for x in tensors]
-    fits = bool(tensors) and all(x.ndim >= 1 and x.shape[0] == tensors[0].shape[0] for x in tensors)
-    require(fits, "gather_rows_start", "tensors must have one number of rows", counts)
+    _require_rows("gather_rows_start", tensors)
     shapes, dtypes = [x.shape[1:] for x in tensors], [x.dtype for x in tensors]
     if len(set(dtypes)) == 1 and dtypes[0] != torch.uint8:
         return PendingRows(comm.all_gather_start(torch.cat([_matrix(x) for x in tensors], dim=1)), shapes, dtypes)
@@ -284,8 +282,12 @@ def pack_rows(*tensors: Shaped[Tensor, "rows *_"]) -> Shaped[Tensor, "rows bytes
     Returns:
         uint8 [C, bytes of a row].
 
+    Raises:
+        ValueError: no tensors, or different numbers of rows.
+
     Gradients: none (bytes).
     """
+    _require_rows("pack_rows", tensors)
     return torch.cat([_matrix(x.detach()).contiguous().view(torch.uint8) for x in tensors], dim=1)
 
 
@@ -303,16 +305,22 @@ def unpack_rows(
         One [C, ...] tensor for each, with memory of its own.
 
     Raises:
-        ValueError: another number of bytes in a row.
+        ValueError: another number of bytes in a row, or of shapes than of dtypes.
     """
+    require(len(shapes) == len(dtypes), "unpack_rows", f"there must be {len(dtypes)} shapes", len(shapes))
     widths = [torch.Size(shape).numel() * dtype.itemsize for shape, dtype in zip(shapes, dtypes, strict=True)]
     fits = packed.ndim == 2 and packed.dtype == torch.uint8 and packed.shape[1] == sum(widths)
     require(fits, "unpack_rows", f"packed must be uint8 [rows, {sum(widths)}]", (packed.dtype, tuple(packed.shape)))
     parts = packed.split(widths, dim=1)
     return tuple(  # a copy even of a single row: where it starts need not be a multiple of the dtype's size
-        part.clone(memory_format=torch.contiguous_format).view(dtype).view(packed.shape[0], *shape)
+        part.clone(memory_format=torch.contiguous_format).flatten().view(dtype).view(packed.shape[0], *shape)
         for part, shape, dtype in zip(parts, shapes, dtypes, strict=True)
     )
+
+
+def _require_rows(function: str, tensors: Sequence[Tensor]) -> None:
+    fits = bool(tensors) and all(x.ndim >= 1 and x.shape[0] == tensors[0].shape[0] for x in tensors)
+    require(fits, function, "tensors must have one number of rows", [tuple(x.shape) for x in tensors])
 
 
 def _matrix(x: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from sfa_functional import SFAConfig
+from sfa_functional.precision import require
 
 
 class LayerFlops(NamedTuple):
@@ -68,7 +69,13 @@ def visible_keys(lengths: Sequence[int], seq_lens: Sequence[int]) -> Int[Tensor,
 
     Returns:
         int64, one number per token.
+
+    Raises:
+        ValueError: lists of different lengths, or ``0 < seq_len < length``.
     """
+    require(len(lengths) == len(seq_lens), "visible_keys", "lengths and seq_lens must have one length", len(seq_lens))
+    for b, (n, s) in enumerate(zip(lengths, seq_lens, strict=True)):
+        require(s == 0 or s >= n, "visible_keys", f"seq_len must be 0 or >= length {n} of request {b}", s)
     pairs = zip(lengths, seq_lens, strict=True)
     seen = [torch.arange(s - n, s) + 1 if s > 0 else torch.zeros(n, dtype=torch.int64) for n, s in pairs]
     return torch.cat([torch.zeros(0, dtype=torch.int64), *seen])

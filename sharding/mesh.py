@@ -84,11 +84,21 @@ class MeshShape:
         return math.prod(self.sizes)
 
     def axis_size(self, *axes: str) -> int:
-        """Return how many ranks one axis, or several together, have."""
+        """Return how many ranks one axis, or several together, have.
+
+        Raises:
+            ValueError: an axis that the mesh does not have.
+        """
+        self._require("axis_size", 0, axes)
         return math.prod(self.sizes[self.names.index(axis)] for axis in axes)
 
     def axis_index(self, rank: int, *axes: str) -> int:
-        """Return a rank's place on one axis, or on several together with the first outermost."""
+        """Return a rank's place on one axis, or on several together with the first outermost.
+
+        Raises:
+            ValueError: an axis or a rank that the mesh does not have.
+        """
+        self._require("axis_index", rank, axes)
         place = 0
         for axis in axes:
             i = self.names.index(axis)
@@ -96,7 +106,12 @@ class MeshShape:
         return place
 
     def group(self, rank: int, *axes: str) -> tuple[int, ...]:
-        """Return the ranks that differ from a rank on the given axes alone, ordered by `axis_index`."""
+        """Return the ranks that differ from a rank on the given axes alone, ordered by `axis_index`.
+
+        Raises:
+            ValueError: an axis or a rank that the mesh does not have.
+        """
+        self._require("group", rank, axes)
         return _group(self, rank, axes)
 
     def require_axes(self, function: str, spec: P) -> None:
@@ -117,8 +132,11 @@ class MeshShape:
             One slice per dim.
 
         Raises:
-            ValueError: more entries than dims, or a dim that the axes' sizes do not divide.
+            ValueError: more entries than dims, a dim that the axes' sizes do not divide, or an axis or a rank that
+                the mesh does not have.
         """
+        self.require_axes(function, spec)
+        self._require(function, rank, ())
         rule = f"{spec} must not name more dims than the tensor has"
         require(len(spec.dims) <= len(shape), function, rule, list(shape))
         slices = []
@@ -129,6 +147,12 @@ class MeshShape:
             start = self.axis_index(rank, *axes) * (count // ranks)
             slices.append(slice(start, start + count // ranks))
         return tuple(slices)
+
+    def _require(self, function: str, rank: int, axes: tuple[str, ...]) -> None:
+        unknown = [axis for axis in axes if axis not in self.names]
+        require(not unknown, function, f"axes must be of {self}", ", ".join(map(repr, unknown)))
+        known = type(rank) is int and 0 <= rank < self.size
+        require(known, function, f"rank must be in 0..{self.size - 1}", repr(rank))
 
     def __repr__(self) -> str:
         return f"MeshShape({', '.join(f'{name}={size}' for name, size in zip(self.names, self.sizes, strict=True))})"

@@ -51,6 +51,10 @@ class Rules:
     index_heads: str | None = None
 
     def __post_init__(self) -> None:
+        for field in fields(self):
+            axis = getattr(self, field.name)
+            named = axis is None or isinstance(axis, str)
+            require(named, "Rules", f"{field.name} must be a mesh axis or None", repr(axis))
         self.spec("tokens", "heads", None)
         self.spec("tokens", "index_heads", None)
 
@@ -113,15 +117,18 @@ def param_specs(
     if weights == "exchanged":
         specs["o_proj"] = P(None, rules.tokens)
     if mesh_shape is not None:
-        for spec in specs.values():
+        for spec in (*specs.values(), P(rules.tokens), P(rules.heads), P(rules.index_heads)):
             mesh_shape.require_axes("param_specs", spec)
-        heads = [(rules.heads, config.num_attention_heads), (rules.index_heads, config.index_n_heads)]
-        if weights == "exchanged":
-            heads.append((rules.tokens, config.num_attention_heads))
-        for axis, count in heads:
+        counts = [
+            (rules.heads, "attention heads", config.num_attention_heads),
+            (rules.index_heads, "indexer heads", config.index_n_heads),
+            (rules.tokens if weights == "exchanged" else None, "attention heads", config.num_attention_heads),
+        ]
+        for axis, heads, count in counts:
             if axis is not None:
                 ranks = mesh_shape.axis_size(axis)
-                require(count % ranks == 0, "param_specs", f"{ranks} ranks of {axis!r} must divide the heads", count)
+                rule = f"{ranks} ranks of {axis!r} must divide the {heads}"
+                require(count % ranks == 0, "param_specs", rule, count)
     return spec_tree(specs)
 
 

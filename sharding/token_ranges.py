@@ -1,7 +1,7 @@
 """Who owns which tokens: the contiguous rule with its vectorised lengths, and four layouts as one permutation."""
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
@@ -10,7 +10,7 @@ from jaxtyping import Int, Shaped
 from torch import Tensor
 
 from sfa_functional import DEEPSEEK_V32, Batch, SFAConfig
-from sfa_functional.precision import require, require_lengths
+from sfa_functional.precision import require, require_integers, require_lengths
 
 from .costs import token_flops, visible_keys
 
@@ -82,6 +82,9 @@ def local_lengths(
     fits = all(len(shape) == 1 for shape in shapes) and shapes[2] == shapes[3]
     fits = fits and query_start_B1.shape[0] == seq_len_B.shape[0] + 1
     require(fits, "local_lengths", "query_start, seq_len, start, end must be [B + 1], [B], [N], [N]", shapes)
+    require_integers("local_lengths", seq_len_B.shape[0], seq_len_B=seq_len_B)
+    require_integers("local_lengths", seq_len_B.shape[0] + 1, query_start_B1=query_start_B1)
+    require_integers("local_lengths", start_N.shape[0], start_N=start_N, end_N=end_N)
     first_B, last_B = query_start_B1[:-1].long(), query_start_B1[1:].long()
     start_NB = torch.maximum(first_B, start_N.long()[:, None])
     end_NB = torch.minimum(last_B, end_N.long()[:, None])
@@ -121,9 +124,15 @@ class TokenSplit:
         Cost: a sort of T integers.
         """
         _require_count("TokenSplit.from_owner", "num_ranks", num_ranks, 1)
-        owner_T = owner_T if isinstance(owner_T, Tensor) else torch.tensor(list(owner_T) or torch.empty(0).long())
-        whole = owner_T.ndim == 1 and not owner_T.is_floating_point() and owner_T.dtype != torch.bool
         rule = "owner must be one integer per token"
+        if not isinstance(owner_T, Tensor):
+            require(isinstance(owner_T, Iterable), "TokenSplit.from_owner", rule, repr(owner_T))
+            listed = list(owner_T)
+            for owner in listed:
+                whole = hasattr(owner, "__index__") and not isinstance(owner, bool | Tensor)
+                require(whole, "TokenSplit.from_owner", rule, repr(owner))
+            owner_T = torch.tensor(listed, dtype=torch.int64)
+        whole = owner_T.ndim == 1 and owner_T.dtype in (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
         require(whole, "TokenSplit.from_owner", rule, (owner_T.dtype, tuple(owner_T.shape)))
         owner_T = owner_T.long()
         rule = f"owner must be in 0..{num_ranks - 1}"
@@ -160,7 +169,7 @@ class TokenSplit:
         """T."""
         return self.inverse_T.shape[0]
 
-    def scatter(self, x_TD: Shaped[Tensor, "T *dims"], *, fill: float = 0) -> Shaped[Tensor, "rows *dims"]:
+    def scatter(self, x_TD: Shaped[Tensor, "T *dims"], *, fill: int | float = 0) -> Shaped[Tensor, "rows *dims"]:
         """Put global rows into rank order, [N·C, ...]: rank r's rows are ``r·C .. (r+1)·C``.
 
         Args:
@@ -235,7 +244,7 @@ class TokenSplit:
         require(fits, f"TokenSplit.{function}", f"there must be {count} rows", tuple(x.shape))
 
 
-def _take(x: Tensor, index_M: Tensor, fill: float) -> Tensor:
+def _take(x: Tensor, index_M: Tensor, fill: int | float) -> Tensor:
     """Read rows by number; -1 reads a row of ``fill``, appended for it, never the last one."""
     index_M = index_M.to(x.device)
     filled = torch.cat([x, x.new_full((1, *x.shape[1:]), fill)])
@@ -294,16 +303,15 @@ def split_tokens(
         require(s == 0 or s >= n, "split_tokens", f"seq_len must be 0 or >= length {n} of request {b}", s)
     token_T = torch.arange(sum(counts))
     share = -(-len(token_T) // num_ranks)
-    if rows is not None:
-        least = share if layout == "contiguous" else 0
-        require(type(rows) is int and rows >= least, "split_tokens", f"rows must be an integer >= {least}", repr(rows))
     rule = f"layout must be of {', '.join(map(repr, get_args(Layout)))}"
     require(layout in get_args(Layout), "split_tokens", rule, repr(layout))
     match layout:
         case "contiguous":
-            share = share if rows is None else rows
-            owner_T = token_T // max(1, share)
-            rows = share
+            if rows is not None:
+                enough = type(rows) is int and rows >= share
+                require(enough, "split_tokens", f"rows must be an integer >= {share}", repr(rows))
+            rows = share if rows is None else rows
+            owner_T = token_T // max(1, rows)
         case "zigzag":
             owner_T = _zigzag(counts, num_ranks)
         case "striped":
@@ -311,6 +319,10 @@ def split_tokens(
         case "balanced":
             flops_T = token_flops(DEEPSEEK_V32 if config is None else config, visible_keys(counts, total))
             owner_T = _balanced(flops_T, num_ranks, share)
+    if rows is not None:
+        fullest = int(torch.bincount(owner_T, minlength=1).max())
+        enough = type(rows) is int and rows >= fullest
+        require(enough, "split_tokens", f"rows must be an integer >= {fullest}", repr(rows))
     return TokenSplit.from_owner(owner_T, num_ranks, rows=rows)
 
 

@@ -3,6 +3,7 @@ properties. A case's id (A1 ... X1) stands in the test's id or docstring; ``vect
 """
 
 import inspect
+import itertools
 from dataclasses import fields, replace
 from functools import partial
 from typing import Any
@@ -14,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 import sfa_functional as sfa
+import sharding
 from sfa_functional import blockwise, reference
 from tests.vectors import numbers, read_vectors
 
@@ -23,28 +25,37 @@ IMPLEMENTATIONS = ["reference", "blockwise"]
 # ---- the numeric cases -----------------------------------------------------------------------------------------------
 
 INT32 = {"topk_TK", "block_table_BU"}
-INT64 = {"start_T", "end_T", "slot_T", "request_T", "position_T", "query_start_B1"}
-OTHER_PACKAGES = {"sharding", "weights"}
+INT64 = {"start_T", "end_T", "slot_T", "request_T", "position_T", "query_start_B1", "seq_len_B", "start_N", "end_N"}
+LENGTHS = {"query_lens", "lengths"}
+OTHER_PACKAGES = {"weights"}
 
 CASES = read_vectors("cases.json")["cases"]
-CHECKS = [
-    (f"{case['id']}.{i}-{check['call'].removeprefix('sfa_functional.')}", check)
-    for case in CASES
-    for i, check in enumerate(case["checks"])
-    if check["call"].startswith("sfa_functional.")
-]
 CALLS = [check["call"] for case in CASES for check in case["checks"]]
+
+
+def checks_of(package: str) -> list[tuple[str, dict[str, Any]]]:
+    """Return the checks of one package's functions, each with its name."""
+    return [
+        (f"{case['id']}.{i}-{check['call'].removeprefix(package + '.')}", check)
+        for case in CASES
+        for i, check in enumerate(case["checks"])
+        if check["call"].startswith(package + ".")
+    ]
+
+
+CHECKS, PLANS = checks_of("sfa_functional"), checks_of("sharding")
 
 # Counted while tests are collected: a check that is neither run here nor another package's stops everything.
 assert (len(CASES), len(CALLS)) == (37, 63)
-assert {call.split(".")[0] for call in CALLS} == {"sfa_functional"} | OTHER_PACKAGES
-assert len(CHECKS) == len(CALLS) - sum(call.split(".")[0] in OTHER_PACKAGES for call in CALLS) == 44
-assert len({name.split(".")[0] for name, _ in CHECKS}) == 28
+assert {call.split(".")[0] for call in CALLS} == {"sfa_functional", "sharding"} | OTHER_PACKAGES
+assert len(CHECKS) + len(PLANS) == len(CALLS) - sum(call.split(".")[0] in OTHER_PACKAGES for call in CALLS) == 59
+assert (len(CHECKS), len(PLANS)) == (44, 15)
+assert len({name.split(".")[0] for name, _ in CHECKS + PLANS}) == 36
 
 
 def argument(name: str, value: Any) -> Any:
     """Turn an argument of a check into what the function takes."""
-    if not isinstance(value, list) or name == "query_lens":
+    if not isinstance(value, list) or name in LENGTHS:
         return value
     dtype = torch.int32 if name in INT32 else torch.int64 if name in INT64 else torch.float32
     x = numbers(value, dtype)
@@ -147,6 +158,36 @@ def test_numeric_case_gives_the_right_value_and_not_the_slip(check, function):
         alike = [got.double() for got in results.values() if got.shape == wrong.shape]
         assert alike, "the slip has the shape of no result"
         assert all(((got - wrong).abs() > 100 * tolerance).any() for got in alike)
+
+
+def plan(call: str, args: dict[str, Any]) -> dict[str, Any]:
+    """Run a function of `sharding` and list its results under the names that checks give them."""
+    name = call.removeprefix("sharding.")
+    result = getattr(sharding, name)(**args)
+    match name:
+        case "split_tokens":
+            rows = [[t for t in row if t >= 0] for row in result.index_NC.tolist()]
+            return {"rows_of_each_rank": rows, "padded_count": result.rows}
+        case "token_ranges":
+            names = ("start_N", "end_N", "padded_end_N")
+        case "local_lengths":
+            names = ("query_end_NB", "key_len_NB")
+        case "layer_owners":
+            return {"owners": list(result)}
+        case _:
+            raise AssertionError(f"a check calls {call}, whose results have no names here")
+    return {name: x.tolist() for name, x in zip(names, result, strict=True)}
+
+
+@pytest.mark.parametrize("check", [pytest.param(check, id=name) for name, check in PLANS])
+def test_numeric_case_of_a_plan_gives_the_right_value_and_not_the_slip(check):
+    args = {name: argument(name, value) for name, value in check["args"].items()}
+
+    results = plan(check["call"], args)
+
+    assert {name: results[name] for name in check["expect"]} == check["expect"]
+    if "slip" in check:
+        assert check["slip"] not in results.values()
 
 
 # ---- tools of the properties -----------------------------------------------------------------------------------------
@@ -518,6 +559,130 @@ def test_reading_more_cached_rows_than_a_tile_has_room_for_reads_them_all(monkey
     for out_THL, lse_TH in (dense, sparse):
         torch.testing.assert_close(out_THL.flatten(), torch.tensor([31 / 5]))
         torch.testing.assert_close(lse_TH.flatten(), torch.tensor([5.0]).log())
+
+
+# ---- splitting over ranks --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("block_size", [2, 4])
+def test_a_rank_has_latent_slots_of_its_own_and_index_key_slots_of_all_positions(block_size):
+    """F4: 2 ranks, interleave 1, rank 1, positions 0 to 3 on page 0; then write both and find them."""
+    split, table_BU = sharding.CacheSplit(2, interleave=1), torch.tensor([[0]], dtype=torch.int32)
+    index_table_BU = sharding.replicated_block_table(table_BU, 2)
+    batch = sfa.Batch.from_lengths([4], block_table=index_table_BU, block_size=block_size)
+    slot_T = split.local_slots(table_BU, batch.request_T, batch.position_T, 1, block_size=block_size)
+    kv_TE, k_TI = torch.randn(4, sfa.TINY.key_width), torch.randn(4, sfa.TINY.index_head_dim)
+    sizes = {"num_blocks": 1, "index_blocks": 2, "block_size": block_size, "dtype": torch.float32}
+
+    cache = sfa.write_cache(sfa.init_cache(sfa.TINY, **sizes), kv_TE, k_TI, slot_T, index_slot_T=batch.slot_T)
+
+    assert slot_T.tolist() == [-1, 0, -1, 1]
+    assert batch.slot_T.tolist() == [0, 1, 2, 3]
+    assert torch.equal(cache.kv.flatten(0, 1)[:2], kv_TE[[1, 3]])
+    assert not cache.kv.flatten(0, 1)[2:].any()
+    assert torch.equal(cache.index_k.flatten(0, 1)[:4], k_TI)
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped", "balanced"])
+def test_every_layout_puts_each_token_on_one_rank_and_its_inverse_restores_them(layout):
+    """G1: also fewer tokens than ranks, so that some are empty."""
+    for lengths in [[0], [1], [2], [3], [7], [1, 2, 3], [0, 5, 0, 1]]:
+        for num_ranks in range(1, 9):
+            split = sharding.split_tokens(lengths, num_ranks, layout=layout)
+            held = [[t for t in row if t >= 0] for row in split.index_NC.tolist()]
+            x_TD = torch.randn(sum(lengths), 3)
+            assert sorted(itertools.chain(*held)) == list(range(sum(lengths)))
+            assert all(tokens == sorted(tokens) for tokens in held)
+            assert split.index_NC.tolist() == [row + [-1] * (split.rows - len(row)) for row in held]
+            assert torch.equal(split.gather(split.scatter(x_TD)), x_TD)
+            local = [x_TD[tokens] for tokens in held]
+            rows = [row[: len(tokens)] for row, tokens in zip(split.scatter(x_TD).chunk(num_ranks), held, strict=True)]
+            assert split.rows == 0 or all(torch.equal(a, b) for a, b in zip(local, rows, strict=True))
+
+
+@pytest.mark.parametrize("hostile", [torch.nan, torch.inf])
+def test_what_the_padding_row_of_an_odd_length_holds_changes_no_output_and_no_gradient(hostile):
+    """G2: 7 tokens on 2 ranks, each attending to all keys that it sees; the eighth row is padding."""
+    split, batch = sharding.split_tokens([7], 2, layout="zigzag"), sfa.Batch.from_lengths([7])
+    q_THE = torch.randn(7, 2, 5, dtype=torch.float64, requires_grad=True)
+    kv_SE = torch.randn(7, 5, dtype=torch.float64, requires_grad=True)
+    given = {"scale": 0.5, "value_dim": 3}
+
+    q_ranks = split.scatter(q_THE, fill=hostile).chunk(2)
+    parts = []
+    for rank, q_tHE in enumerate(q_ranks):
+        local = split.local_batch(batch, rank)
+        parts.append(sfa.dense_attention(q_tHE, kv_SE, local.start_T, local.end_T, **given))
+    out_THL, lse_TH = (split.gather(torch.cat(column)) for column in zip(*parts, strict=True))
+    whole = sfa.dense_attention(q_THE, kv_SE, batch.start_T, batch.end_T, **given)
+
+    assert (split.index_NC < 0).tolist() == [[False, False, False, True], [False] * 4]
+    assert not q_ranks[0][3].isfinite().any()
+    torch.testing.assert_close((out_THL, lse_TH), tuple(whole), atol=1e-12, rtol=0)
+    got, want = (gradients(out.square().sum() + lse.sum(), q_THE, kv_SE) for out, lse in ((out_THL, lse_TH), whole))
+    torch.testing.assert_close(got, want, atol=1e-12, rtol=0)
+
+
+def test_a_rank_selects_and_reuses_as_many_rows_as_it_holds():
+    """G7: 6 tokens, 2 ranks, 3 selection rows on each: those of its own tokens, not the first or all of them."""
+    split, batch = sharding.split_tokens([6], 2, layout="contiguous"), sfa.Batch.from_lengths([6])
+    q_TJI, k_SI, w_TJ = tied_indexer(6, 6)
+    topk_TK = sfa.lightning_indexer(q_TJI, k_SI, w_TJ, batch.start_T, batch.end_T, k=2)
+
+    reused = split.scatter(topk_TK, fill=-1).chunk(2)
+
+    for rank in range(2):
+        local, mine = split.local_batch(batch, rank), slice(3 * rank, 3 * rank + 3)
+        own_tK = sfa.lightning_indexer(q_TJI[mine], k_SI, w_TJ[mine], local.start_T, local.end_T, k=2)
+        assert own_tK.shape == reused[rank].shape == (3, 2)
+        assert own_tK.tolist() == reused[rank].tolist() == topk_TK[mine].tolist()
+
+
+def bits(x: Tensor) -> Tensor:
+    """View floats as whole numbers: NaN equals itself, and its payload counts."""
+    return x.view({1: torch.int8, 2: torch.int16, 4: torch.int32}[x.element_size()])
+
+
+@pytest.mark.parametrize("count", [0, 1, 3])
+@pytest.mark.parametrize("shape", [(), (1,)])
+def test_packed_rows_come_back_bit_for_bit(count, shape):
+    """G13: bf16×4, int8×2 and fp32×1 in one gather; any bits, among them NaN of every kind, -0 and denormals."""
+    half = torch.randint(-(2**15), 2**15, (count, 4)).to(torch.int16)
+    single = torch.randint(-(2**31), 2**31, (count, *shape)).to(torch.int32)
+    if count > 0:
+        half[0] = torch.tensor([0x7FA5, -1, 0x7F81, -0x8000]).to(torch.int16)  # NaN with payloads, -0
+        single[0] = 0x7FA12345  # a signalling NaN
+    tensors = half.view(torch.bfloat16), torch.randint(-128, 128, (count, 2)).to(torch.int8), single.view(torch.float32)
+
+    packed = sharding.pack_rows(*tensors)
+    got = sharding.unpack_rows(packed, [x.shape[1:] for x in tensors], [x.dtype for x in tensors])
+
+    assert packed.dtype == torch.uint8
+    assert packed.shape == (count, 14)
+    assert len(got) == 3
+    for x, again in zip(tensors, got, strict=True):
+        assert (again.dtype, again.shape) == (x.dtype, x.shape)
+        assert torch.equal(bits(again), bits(x))
+        assert again.is_contiguous()
+        assert count == 0 or again.untyped_storage().data_ptr() != packed.untyped_storage().data_ptr()
+
+
+def test_rows_of_several_ranks_are_packed_once_and_unpacked_once():
+    """G13: what arrives is the ranks' packed rows one after the other."""
+    ranks = [(torch.randn(3, 2, 2).bfloat16(), torch.randint(9, (3, 2), dtype=torch.int8)) for _ in range(4)]
+    arrived = torch.cat([sharding.pack_rows(*tensors) for tensors in ranks])
+
+    got = sharding.unpack_rows(arrived, [(2, 2), (2,)], [torch.bfloat16, torch.int8])
+
+    for x, column in zip(got, zip(*ranks, strict=True), strict=True):
+        assert torch.equal(x, torch.cat(column))
+
+
+def test_rows_of_another_width_are_not_unpacked(unchecked):
+    """G13."""
+    for packed in (torch.zeros(3, 13, dtype=torch.uint8), torch.zeros(3, 14), torch.zeros(14, dtype=torch.uint8)):
+        with pytest.raises(ValueError, match=r"^unpack_rows: packed must be uint8 \[rows, 14\]; got"):
+            sharding.unpack_rows(packed, [(4,), (2,), ()], [torch.bfloat16, torch.int8, torch.float32])
 
 
 # ---- training --------------------------------------------------------------------------------------------------------
