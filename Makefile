@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: setup eval test lint format checkpoint clean
+.PHONY: setup eval test test-all lint format checkpoint clean
 
 setup: $(READY)
 
@@ -22,6 +22,10 @@ eval: setup
 
 test: setup
 	$(BIN)/python -m pytest -n 2
+
+# the full products that make test samples; about half an hour
+test-all: setup
+	SFA_ALL=1 $(BIN)/python -m pytest -n 2
 
 lint: setup
 	$(BIN)/ruff check .

@@ -355,10 +355,7 @@ def write_cache(
     if k_TI is not None and index_k is not None:
         require(_fits(k_TI, index_k), "write_cache", "k must have index_k's width and dtype", _kinds(k_TI, index_k))
     if donate:
-        for pages in [*pools, *([] if index_k is None or k_TI is None else [index_k])]:
-            require(pages.is_contiguous(), "write_cache", "a donated pool must be contiguous", pages.stride())
-            needed = pages.is_leaf and pages.requires_grad and torch.is_grad_enabled()
-            require(not needed, "write_cache", "a donated pool must not be a leaf that requires grad", pages.shape)
+        require_donatable("write_cache", *pools, *([] if index_k is None or k_TI is None else [index_k]))
     if k_TI is not None and index_k is not None:
         index_k = _put(index_k, k_TI, index_slot_T, donate)
     parts = kv_TE.split([pages.shape[-1] for pages in pools], dim=-1)
@@ -366,6 +363,14 @@ def write_cache(
     if isinstance(cache, JointCache):
         return JointCache(kv=written[0], index_k=index_k)
     return SplitCache(latent=written[0], rope=written[1], index_k=index_k)
+
+
+def require_donatable(function: str, *pools: Tensor) -> None:
+    """Refuse pools that can't be written in place."""
+    for pages in pools:
+        require(pages.is_contiguous(), function, "a donated pool must be contiguous", pages.stride())
+        needed = pages.is_leaf and pages.requires_grad and torch.is_grad_enabled()
+        require(not needed, function, "a donated pool must not be a leaf that requires grad", pages.shape)
 
 
 def _fits(rows: Tensor, *pools: Tensor) -> bool:

@@ -11,7 +11,14 @@ from .costs import LayerFlops, layer_flops, token_flops, visible_keys
 from .token_ranges import TokenSplit, local_lengths, split_tokens, token_ranges
 from .cache_ranges import CacheSplit, compact_block_table, gathered_block_table, replicated_block_table
 from .layer_owners import layer_owners
-from .collectives import Collectives, Pending, gather_rows_start, pack_rows, unpack_rows
+from .collectives import (
+    Collectives,
+    Pending,
+    distributed_collectives,
+    gather_rows_start,
+    pack_rows,
+    unpack_rows,
+)
 from .shard_map import shard_map
 from .context_parallel import context_parallel_layer, heads_of_rank, shard_flat, tensor_parallel_layer
 from .show import SplitPicture, show_split
@@ -40,6 +47,7 @@ __all__ = [
     "layer_owners",
     "Collectives",
     "Pending",
+    "distributed_collectives",
     "gather_rows_start",
     "pack_rows",
     "unpack_rows",

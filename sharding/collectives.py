@@ -22,6 +22,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import torch
+import torch.distributed as dist
 from jaxtyping import Shaped
 from torch import Tensor
 from torch.autograd import Function
@@ -64,11 +65,11 @@ class Collectives(Protocol):
     def broadcast(self, x: Tensor, source: int) -> Tensor:
         """Return the source's tensor, on all; the others bring one of its shape."""
 
-    def all_gather_start(self, x: Tensor) -> Pending:
-        """Start an `all_gather`; x must not be changed before ``wait()``."""
+    def all_gather_start(self, x: Tensor, *, out: Tensor | None = None) -> Pending:
+        """Start an `all_gather`; x must not be changed before ``wait()``. With ``out``, the result is written there."""
 
-    def broadcast_start(self, x: Tensor, source: int) -> Pending:
-        """Start a `broadcast`; x must not be changed before ``wait()``."""
+    def broadcast_start(self, x: Tensor, source: int, *, out: Tensor | None = None) -> Pending:
+        """Start a `broadcast`; x must not be changed before ``wait()``. With ``out``, as `all_gather_start`."""
 
 
 @runtime_checkable
@@ -83,8 +84,11 @@ class Transport(Protocol):
     def size(self) -> int:
         """Number of ranks on the axis."""
 
-    def start(self, collective: str, x: Tensor, source: int) -> Pending:
-        """Start a collective by name: one of `Collectives`, or "reduce": the sum on the source, zero elsewhere."""
+    def start(self, collective: str, x: Tensor, source: int, out: Tensor | None) -> Pending:
+        """Start a collective by name: one of `Collectives`, or "reduce": the sum on the source, zero elsewhere.
+
+        The result is written to ``out`` if that is given (it may be x itself), else to memory of its own.
+        """
 
 
 _TRANSPOSED = {
@@ -132,22 +136,29 @@ class DifferentiableCollectives:
         """As `Collectives.broadcast`."""
         return self.broadcast_start(x, source).wait()
 
-    def all_gather_start(self, x: Tensor) -> Pending:
+    def all_gather_start(self, x: Tensor, *, out: Tensor | None = None) -> Pending:
         """As `Collectives.all_gather_start`."""
-        return self._start("all_gather", x)
+        return self._start("all_gather", x, out=out)
 
-    def broadcast_start(self, x: Tensor, source: int) -> Pending:
+    def broadcast_start(self, x: Tensor, source: int, *, out: Tensor | None = None) -> Pending:
         """As `Collectives.broadcast_start`."""
         known = type(source) is int and 0 <= source < self.size
         require(known, "broadcast", f"source must be in 0..{self.size - 1}", repr(source))
-        return self._start("broadcast", x, source)
+        return self._start("broadcast", x, source, out=out)
 
-    def _start(self, collective: str, x: Tensor, source: int = 0) -> "_Started":
+    def _start(self, collective: str, x: Tensor, source: int = 0, out: Tensor | None = None) -> Pending:
         if collective not in ("all_reduce", "broadcast"):
             require(x.ndim >= 1, collective, "there must be a dim 0", tuple(x.shape))
         if collective in ("reduce_scatter", "all_to_all"):
             require(x.shape[0] % self.size == 0, collective, f"{self.size} ranks must divide dim 0", tuple(x.shape))
-        return _Started(_Call(self._transport, collective, source), x)
+        if out is None:
+            return _Started(_Call(self._transport, collective, source), x)
+        shape = (x.shape[0] * self.size, *x.shape[1:]) if collective == "all_gather" else tuple(x.shape)
+        fits = out.dtype == x.dtype and tuple(out.shape) == shape
+        require(fits, collective, f"out must be {x.dtype} {list(shape)}", (out.dtype, list(out.shape)))
+        learning = torch.is_grad_enabled() and (x.requires_grad or out.requires_grad)
+        require(not learning, collective, "what is written to out= must not require grad", tuple(x.shape))
+        return self._transport.start(collective, x, source, out)
 
 
 class _Call:
@@ -158,7 +169,7 @@ class _Call:
         self.pending: Pending | None = None
 
     def start(self, x: Tensor) -> None:
-        self.pending = self.transport.start(self.collective, x, self.source)
+        self.pending = self.transport.start(self.collective, x, self.source, None)
 
     def wait(self) -> Tensor:
         if self.pending is None:
@@ -325,3 +336,79 @@ def _require_rows(function: str, tensors: Sequence[Tensor]) -> None:
 
 def _matrix(x: Tensor) -> Tensor:
     return x.flatten(1) if x.ndim > 1 else x[:, None]
+
+
+def distributed_collectives(group: Any = None) -> Collectives:
+    """Return the `Collectives` of a ``torch.distributed`` process group.
+
+    Args:
+        group: a ``ProcessGroup``; None is the default one. Weights want a group of their own
+            (``torch.distributed.new_group``): a small collective waits behind a large broadcast of the same group.
+
+    Returns:
+        One axis's collectives, with the gradients of this module's table. Sums are taken in the tensor's own dtype, by
+        the backend.
+
+    Raises:
+        RuntimeError: no process group was made.
+
+    Source: torch.distributed.
+    """
+    return DifferentiableCollectives(_DistributedTransport(group))
+
+
+class _DistributedTransport:
+    def __init__(self, group: Any) -> None:
+        self._group = group
+        self._rank, self._size = dist.get_rank(group), dist.get_world_size(group)
+
+    @property
+    def rank(self) -> int:
+        return self._rank
+
+    @property
+    def size(self) -> int:
+        return self._size
+
+    def start(self, collective: str, x: Tensor, source: int, out: Tensor | None) -> Pending:
+        x = x.contiguous()
+        moved = x.view(torch.uint8) if x.dtype.itemsize == 1 and x.dtype != torch.bool else x  # gloo knows no fp8
+        group, size = self._group, self._size
+        origin = dist.get_global_rank(group, source) if group is not None else source
+        match collective:
+            case "all_gather":
+                result = x.new_empty((size * x.shape[0], *x.shape[1:])) if out is None else out
+                gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+                work = gather(result.view(moved.dtype), moved, group=group, async_op=True)
+            case "broadcast":
+                result = x if out is None else out
+                if self._rank == source and result.data_ptr() != x.data_ptr():
+                    result.copy_(x)
+                elif out is None:
+                    result = x.clone()
+                work = dist.broadcast(result.view(moved.dtype), origin, group=group, async_op=True)
+            case "all_to_all":
+                result = torch.empty_like(x)
+                work = dist.all_to_all_single(result.view(moved.dtype), moved, group=group, async_op=True)
+            case "all_reduce" | "reduce_scatter" | "reduce":
+                result = x.clone()
+                work = dist.all_reduce(result, group=group, async_op=True)
+            case _:
+                raise ValueError(f"distributed_collectives: there is no collective {collective!r}")
+        return _DistributedPending(collective, work, result, self._rank, size, source)
+
+
+class _DistributedPending:
+    """A reduce_scatter and a reduce are cut out of the sum that all get: gloo has them for some dtypes only."""
+
+    def __init__(self, collective: str, work: Any, result: Tensor, rank: int, size: int, source: int) -> None:
+        self._collective, self._work, self._result = collective, work, result
+        self._rank, self._size, self._source = rank, size, source
+
+    def wait(self) -> Tensor:
+        self._work.wait()
+        if self._collective == "reduce_scatter":
+            return self._result.unflatten(0, (self._size, -1))[self._rank].clone()
+        if self._collective == "reduce" and self._rank != self._source:
+            return torch.zeros_like(self._result)
+        return self._result

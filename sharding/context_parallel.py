@@ -5,7 +5,7 @@ the latent key and the index key, a tenth of the hidden state. One gather brings
 they exist and waited for just before the selection, so that the query projections hide it.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -37,9 +37,9 @@ from sfa_functional import (
     token_slots,
     write_cache,
 )
-from sfa_functional.implementation import Implementation
+from sfa_functional.implementation import Implementation, explain_implementation, refuse
 from sfa_functional.layer import attend_positions, check_layer, choose_keys
-from sfa_functional.paged import Cache, JointCache, Rows, SplitRows, cache_rows, index_rows
+from sfa_functional.paged import Cache, JointCache, Rows, SplitRows, cache_rows, index_rows, require_donatable
 from sfa_functional.params import NORM_FIELDS, named_fields, param_shapes
 from sfa_functional.precision import require, wide, without_autocast
 from sfa_functional.selectors import Selector
@@ -67,6 +67,7 @@ def context_parallel_layer(
     donate: bool = False,
     cache_split: CacheSplit | None = None,
     cache_exchange: Literal["queries", "blocks"] = "queries",
+    while_gathering: Callable[[], object] | None = None,
 ) -> LayerOutput:
     """Run one attention layer on this rank's tokens: `sfa_layer` with the tokens dealt out over a mesh axis.
 
@@ -95,6 +96,8 @@ def context_parallel_layer(
             `CacheSplit.local_block_table`, index keys have all pages of the batch's table.
         cache_exchange: with ``cache_split``: "queries" sends queries and selections to the rows and merges the
             partial results by their log-sum-exp; "blocks" gathers the pages that the batch refers to.
+        while_gathering: called once, as soon as the gather of keys has started: the place to start fetching the next
+            layer's weights, so that they do not compete with it for the link.
 
     Returns:
         `LayerOutput` of this rank's rows; padding rows hold finite numbers and an empty selection. The cache is this
@@ -102,7 +105,8 @@ def context_parallel_layer(
 
     Raises:
         ValueError: what doesn't fit: rows, ranks, shapes of weights, heads that N does not divide, or as `sfa_layer`;
-            before any collective starts, and the same on every rank.
+            before any collective starts, and the same on every rank. (What a selector itself refuses, it refuses
+            when it is called.)
 
     Gradients: of x, the weights and the cache, summed over ranks as `collectives` says; none to the indexer, as in
         `sfa_layer`.
@@ -112,7 +116,22 @@ def context_parallel_layer(
     Source: the prefill context parallelism of vllm-project/vllm-ascend; merging by log-sum-exp as in Liu et al.,
         "Ring Attention" (2023).
     """
-    _check(params, x_tD, batch, comm, config, split, cache, selection, select, weights, cache_split, cache_exchange)
+    _check(
+        params,
+        x_tD,
+        batch,
+        comm,
+        config=config,
+        split=split,
+        cache=cache,
+        selection=selection,
+        select=select,
+        weights=weights,
+        cache_split=cache_split,
+        cache_exchange=cache_exchange,
+        implementation=implementation,
+        donate=donate,
+    )
     local = batch if split is None else split.local_batch(batch, comm.rank)
     with without_autocast(x_tD):
         named = implementation if implementation is None or isinstance(implementation, str) else None
@@ -125,6 +144,8 @@ def context_parallel_layer(
             k_tI = index_keys(params.indexer, x_tD, cos, sin, config=config)
         mine = [x for x in (kv_tE, k_tI) if x is not None]
         keys = None if split is None else gather_rows_start(comm, *mine)
+        if while_gathering is not None:
+            while_gathering()
         large = {} if weights != "gathered" else _gather_large(params, comm, config)
 
         whole = _with_matrices(params, {name: large[name].wait() for name in ("q_b_proj", "kv_b_proj") if large})
@@ -362,6 +383,7 @@ def _check(
     x_tD: Tensor,
     batch: Batch,
     comm: Collectives,
+    *,
     config: SFAConfig,
     split: TokenSplit | None,
     cache: Cache | None,
@@ -370,8 +392,13 @@ def _check(
     weights: str,
     cache_split: CacheSplit | None,
     cache_exchange: str,
+    implementation: Implementation,
+    donate: bool,
 ) -> None:
     function = "context_parallel_layer"
+    known = implementation is None or callable(implementation)
+    if not known and not (isinstance(implementation, str) and not explain_implementation(implementation)):
+        raise refuse(function, implementation)
     local = batch
     if split is not None:
         require(split.num_ranks == comm.size, function, f"split must be for {comm.size} ranks", split.num_ranks)
@@ -403,6 +430,13 @@ def _check(
         fits = sum(pool.shape[-1] for pool in pools) == config.key_width and all(p.dtype == x_tD.dtype for p in pools)
         got = [(pool.shape[-1], pool.dtype) for pool in pools]
         require(fits, function, f"the pool must hold {config.key_width} columns of {x_tD.dtype}", got)
+        if params.indexer is not None and cache.index_k is not None:
+            width, found = config.index_head_dim, (cache.index_k.shape[-1], cache.index_k.dtype)
+            rule = f"the pool of index keys must hold {width} columns of {x_tD.dtype}"
+            require(found == (width, x_tD.dtype), function, rule, found)
+            pools.append(cache.index_k)
+        if donate:
+            require_donatable(function, *pools)
     if cache_split is not None:
         require(cache is not None, function, "a cache_split needs a cache", None)
         ranks = cache_split.num_ranks

@@ -79,12 +79,15 @@ class SimulatedTransport:
         """Number of ranks on the axes."""
         return len(self._group)
 
-    def start(self, collective: str, x: Tensor, source: int) -> Pending:
+    def start(self, collective: str, x: Tensor, source: int, out: Tensor | None) -> Pending:
         """Bring this rank's part; the handle waits for those of the others."""
         turns: _Turns | None = getattr(_seat, "turns", None)
         if turns is None:
             raise RuntimeError(f"{collective}: simulated ranks meet inside of shard_map only; got a call outside of it")
-        return turns.start(self._axes, self._group, self._member, collective, x, source)
+        if out is not None and (collective != "broadcast" or self._member == source):
+            # others read x later, when this rank may have its result in the same memory
+            x = x.clone()
+        return turns.start(self._axes, self._group, self._member, collective, x, source, out)
 
 
 _seat = threading.local()  # .turns: the run whose rank this thread is
@@ -148,7 +151,14 @@ class _Turns:
         return self.states[rank] == "ready" or (waits and over)
 
     def start(
-        self, axes: tuple[str, ...], group: tuple[int, ...], member: int, collective: str, x: Tensor, source: int
+        self,
+        axes: tuple[str, ...],
+        group: tuple[int, ...],
+        member: int,
+        collective: str,
+        x: Tensor,
+        source: int,
+        out: Tensor | None,
     ) -> Pending:
         """Join the meeting whose turn it is on these axes, or open it."""
         self.stop_if_failed()
@@ -170,7 +180,7 @@ class _Turns:
         if self.record is not None:
             sent = _bytes_sent(collective, x, len(group), member == source)
             self.record.append(Transfer(rank, axes, collective, self.phase, tuple(x.shape), sent))
-        return _SimulatedPending(self, meeting, member)
+        return _SimulatedPending(self, meeting, member, out)
 
     def wait(self, meeting: "_Meeting", member: int) -> Tensor:
         """Let others run until all of them have come."""
@@ -265,11 +275,12 @@ class _Meeting:
 
 
 class _SimulatedPending:
-    def __init__(self, turns: _Turns, meeting: _Meeting, member: int) -> None:
-        self._turns, self._meeting, self._member = turns, meeting, member
+    def __init__(self, turns: _Turns, meeting: _Meeting, member: int, out: Tensor | None) -> None:
+        self._turns, self._meeting, self._member, self._out = turns, meeting, member, out
 
     def wait(self) -> Tensor:
-        return self._turns.wait(self._meeting, self._member)
+        result = self._turns.wait(self._meeting, self._member)
+        return result if self._out is None else self._out.copy_(result)
 
 
 def _sum(parts: list[Tensor]) -> Tensor:
