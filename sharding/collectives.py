@@ -97,6 +97,7 @@ _TRANSPOSED = {
     "all_to_all": "all_to_all",
     "all_reduce": "all_reduce",
     "broadcast": "reduce",
+    "reduce": "broadcast",
 }
 
 
@@ -158,7 +159,9 @@ class DifferentiableCollectives:
         require(fits, collective, f"out must be {x.dtype} {list(shape)}", (out.dtype, list(out.shape)))
         learning = torch.is_grad_enabled() and (x.requires_grad or out.requires_grad)
         require(not learning, collective, "what is written to out= must not require grad", tuple(x.shape))
-        return self._transport.start(collective, x, source, out)
+        call = _Call(self._transport, collective, source)
+        call.pending = self._transport.start(collective, x, source, out)
+        return call
 
 
 class _Call:
@@ -231,7 +234,7 @@ class _Wait(Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         ctx.call = inputs[1]
-        if not output.is_floating_point():
+        if not (output.is_floating_point() or output.is_complex()):
             ctx.mark_non_differentiable(output)
 
     @staticmethod
@@ -255,7 +258,7 @@ class PendingRows:
         if rows.dtype == torch.uint8:
             return unpack_rows(rows, self._shapes, self._dtypes)
         parts = rows.split([shape.numel() for shape in self._shapes], dim=1)
-        return tuple(part.reshape(-1, *shape) for part, shape in zip(parts, self._shapes, strict=True))
+        return tuple(part.reshape(part.shape[0], *shape) for part, shape in zip(parts, self._shapes, strict=True))
 
 
 def gather_rows_start(comm: Collectives, *tensors: Shaped[Tensor, "rows *_"]) -> PendingRows:

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
+from torch.autograd import Function, forward_ad
 from torch.func import debug_unwrap
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from sfa_functional.precision import require, wide
 
@@ -26,12 +26,14 @@ def shard_map(fn: Callable[..., Any], mesh: SimulatedMesh, *, in_specs: Any, out
     of several axes taken together, the first outermost.
 
     Args:
-        fn: the body. Tensors that need gradients must come to it as arguments; others may be closed over.
+        fn: the body. Tensors that need gradients must come to it as arguments; others may be closed over. It must not
+            change its arguments in place: they share the caller's memory, and each other's where they are replicated
+            (``donate=True`` means just that).
         mesh: from `simulated_mesh`.
         in_specs: a `P` for each argument, or a tree of them whose leaves stand for whole subtrees of it. A single `P`
             stands for all arguments. Arguments that are not tensors reach every rank as they are.
         out_specs: likewise for what the body returns. A dim split over an axis is joined again; what is not split
-            must be the same on the ranks that hold it, to the bit.
+            must have exactly the same values on the ranks that hold it.
 
     Returns:
         A function of the whole values; it takes no keywords and holds no state.
@@ -59,19 +61,25 @@ def shard_map(fn: Callable[..., Any], mesh: SimulatedMesh, *, in_specs: Any, out
         require(isinstance(spec, P), "shard_map", "a spec must be a P", repr(spec))
         mesh.shape.require_axes("shard_map", spec)
 
-    @functools.wraps(fn)
-    def sharded(*args: Any) -> Any:
+    def run(*args: Any) -> Any:
         if not isinstance(in_specs, P):
             fits = isinstance(in_specs, tuple) and len(in_specs) == len(args)
             require(fits, "shard_map", f"in_specs must be a P or a tuple of {len(args)}, one per argument", in_specs)
         leaves, tree = tree_flatten(args)
+        _refuse_outer_transforms(fn, leaves)
         call = _Call(fn, mesh, leaves, tree, _spread(in_specs, args, "in_specs"), out_specs)
         if not call.places:
             return call.finish(call.forward(()))
         return call.finish(_Forward.apply(call, *(leaves[i] for i in call.places)))  # type: ignore[no-untyped-call]
 
     refusal = "shard_map: simulated ranks can't be compiled; compile what the body calls"
-    return torch.compiler.disable(sharded, reason=refusal)
+    uncompiled = torch.compiler.disable(run, reason=refusal)
+
+    @functools.wraps(fn)
+    def sharded(*args: Any) -> Any:
+        return uncompiled(*args)
+
+    return sharded
 
 
 class MeshCollectives(Mapping[Any, Collectives]):
@@ -88,6 +96,9 @@ class MeshCollectives(Mapping[Any, Collectives]):
         if named not in self._made:
             self._made[named] = DifferentiableCollectives(SimulatedTransport(self._shape, self._rank, named))
         return self._made[named]
+
+    def __contains__(self, axis: object) -> bool:
+        return axis in self._shape.names
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._shape.names)
@@ -192,8 +203,9 @@ class _Call:
                 rule = f"a result of {spec} must be the same on the ranks that hold it"
                 raise ValueError(f"shard_map: {rule}; got {_apart(part, parts[holder])} between ranks {holder}, {rank}")
         if not spec.axes:
-            aliased = self.learning[leaf] and any(first.data_ptr() == x.data_ptr() for x in self.inputs[0])
-            return first.detach().clone() if aliased else first.detach()
+            place = first.untyped_storage().data_ptr()
+            aliased = any(place == x.untyped_storage().data_ptr() for x in self.inputs[0])
+            return first.detach().clone() if aliased and self.learning[leaf] else first.detach()
         whole = [count * self.shape.axis_size(*spec.dim_axes(dim)) for dim, count in enumerate(first.shape)]
         joined = first.detach().new_empty(whole)
         for rank, part in enumerate(parts):
@@ -206,16 +218,20 @@ class _Call:
         if not known:
             return None
         whole = [count * self.shape.axis_size(*spec.dim_axes(dim)) for dim, count in enumerate(known[0].shape)]
-        total = known[0].new_zeros(whole, dtype=wide(known[0].dtype))
+        dtype = known[0].dtype
+        total = known[0].new_zeros(whole, dtype=wide(dtype) if dtype.is_floating_point else dtype)
         for rank, gradient in enumerate(gradients):
             if gradient is not None:
                 self._cut(total, spec, rank).add_(gradient)
-        return total.to(known[0].dtype)
+        return total.to(dtype)
 
     def _refuse_outsiders(self) -> None:
         """Find tensors that a result depends on, that require grad, and that no argument is: their gradient is lost."""
         for rank, leaves in enumerate(self.results):
             known = {id(x) for x in self.inputs[rank]}
+            for x in leaves if self.grad_mode else ():
+                if isinstance(x, Tensor) and x.requires_grad and x.grad_fn is None and id(x) not in known:
+                    raise ValueError(f"shard_map: {_OUTSIDER}; got one of shape {list(x.shape)}")
             todo = [x.grad_fn for x in leaves if isinstance(x, Tensor) and x.grad_fn is not None]
             seen = set(todo)
             while todo:
@@ -235,15 +251,22 @@ _OUTSIDER = "a tensor that requires grad must come to the body as an argument, o
 class _RefuseWrapped(TorchFunctionMode):
     """Refuses the tensors of an outer ``func.grad`` that reach a rank's thread other than as arguments.
 
-    There, operations would take them for plain tensors, and their gradients would be zeros without a word.
+    There, operations would take them for plain tensors, and their gradients would be zeros without a word. Those that
+    need no gradient (everything made inside of the outer function is wrapped) are taken for what they hold.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not torch._C._are_functorch_transforms_active():  # else they may belong to a transform inside of the body
-            for x in tree_leaves((args, kwargs)):
-                if isinstance(x, Tensor) and debug_unwrap(x) is not x:
-                    raise ValueError(f"shard_map: {_OUTSIDER}; got one of shape {list(x.shape)}")
+            args, kwargs = tree_map(_plain, (args, kwargs or {}))
         return func(*args, **(kwargs or {}))
+
+
+def _plain(x: Any) -> Any:
+    if not isinstance(x, Tensor) or (inner := debug_unwrap(x)) is x:
+        return x
+    if x.requires_grad:
+        raise ValueError(f"shard_map: {_OUTSIDER}; got one of shape {list(x.shape)}")
+    return inner
 
 
 class _Forward(Function):
@@ -296,6 +319,38 @@ class _Backward(Function):
         raise ValueError("shard_map: an outer vmap can't run simulated ranks; use vmap inside of the body")
 
 
+def _refuse_outer_transforms(fn: Callable[..., Any], leaves: list[Any]) -> None:
+    """Refuse, before any rank runs, what could only be refused afterwards or would lose a gradient."""
+    if torch._C._are_functorch_transforms_active():
+        kinds = [interpreter.key() for interpreter in torch._C._functorch.get_interpreter_stack() or []]
+        if torch._C._functorch.TransformType.Jvp in kinds:
+            _Forward.jvp()
+        for x in _closed_over(fn, set()):
+            if debug_unwrap(x) is not x and x.requires_grad:
+                raise ValueError(f"shard_map: {_OUTSIDER}; got one of shape {list(x.shape)}")
+    elif forward_ad._current_level >= 0 and any(
+        isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None for x in leaves
+    ):
+        _Forward.jvp()
+
+
+def _closed_over(fn: Any, seen: set[int]) -> Iterator[Tensor]:
+    """Yield the tensors in a function's closure, and in those of the functions there."""
+    if id(fn) in seen:
+        return
+    seen.add(id(fn))
+    for cell in getattr(fn, "__closure__", None) or ():
+        try:
+            content = cell.cell_contents
+        except ValueError:  # assigned later
+            continue
+        for leaf in tree_leaves(content):
+            if isinstance(leaf, Tensor):
+                yield leaf
+            elif callable(leaf):
+                yield from _closed_over(leaf, seen)
+
+
 def _specs(tree: Any) -> list[Any]:
     return tree_flatten(tree, is_leaf=lambda x: isinstance(x, P))[0]
 
@@ -304,6 +359,8 @@ def _spread(specs: Any, value: Any, name: str) -> list[P]:
     """Return a spec for each leaf of a value, from a tree of specs whose leaves stand for whole subtrees."""
     if isinstance(specs, P):
         return [specs] * len(tree_flatten(value)[0])
+    if type(specs) is type(value) is dict and set(specs) == set(value):
+        return [spec for key in value for spec in _spread(specs[key], value[key], name)]
     spec_children, spec_node = tree_flatten(specs, is_leaf=lambda x: x is not specs)
     children, node = tree_flatten(value, is_leaf=lambda x: x is not value)
     rule = f"{name} must be a tree that the values' tree begins with"
@@ -319,7 +376,7 @@ def _kind(value: Any) -> str:
 def _same_kind(a: Any, b: Any) -> bool:
     if isinstance(a, Tensor) and isinstance(b, Tensor):
         return a.shape == b.shape and a.dtype == b.dtype
-    return type(a) is type(b) and bool(a == b)
+    return type(a) is type(b) and (a is b or bool(a == b) or bool(a != a and b != b))
 
 
 def _same_values(a: Tensor, b: Tensor) -> bool:
@@ -331,4 +388,6 @@ def _same_values(a: Tensor, b: Tensor) -> bool:
 def _apart(a: Tensor, b: Tensor) -> str:
     if a.dtype == torch.bool or a.numel() == 0:
         return "different values"
+    if a.is_complex():
+        return f"a difference of {float((a.detach() - b.detach()).abs().max()):.3g}"
     return f"a difference of {float((a.detach().double() - b.detach().double()).abs().max()):.3g}"

@@ -65,7 +65,7 @@ class SimulatedTransport:
     """One or several mesh axes as seen by one rank; finds the run under way by the thread that calls."""
 
     def __init__(self, shape: MeshShape, rank: int, axes: tuple[str, ...]) -> None:
-        self._axes = axes
+        self._axes, self._shape, self._owner = axes, shape, rank
         self._group = shape.group(rank, *axes)
         self._member = self._group.index(rank)
 
@@ -84,13 +84,13 @@ class SimulatedTransport:
         turns: _Turns | None = getattr(_seat, "turns", None)
         if turns is None:
             raise RuntimeError(f"{collective}: simulated ranks meet inside of shard_map only; got a call outside of it")
-        if out is not None and (collective != "broadcast" or self._member == source):
-            # others read x later, when this rank may have its result in the same memory
-            x = x.clone()
+        if turns.shape != self._shape or _seat.rank != self._owner:
+            rule = f"collectives of rank {self._owner} of {self._shape} must be called by it"
+            raise RuntimeError(f"{collective}: {rule}; got a call of rank {_seat.rank} of {turns.shape}")
         return turns.start(self._axes, self._group, self._member, collective, x, source, out)
 
 
-_seat = threading.local()  # .turns: the run whose rank this thread is
+_seat = threading.local()  # .turns and .rank: whose thread this is
 
 
 class _Stopped(BaseException):
@@ -122,7 +122,7 @@ class _Turns:
         self.gates[rank].acquire()
         try:
             if self.error is None:
-                _seat.turns = self
+                _seat.turns, _seat.rank = self, rank
                 with enter():
                     self.results[rank] = context.run(body, rank)
         except _Stopped:
@@ -176,7 +176,8 @@ class _Turns:
             text = f"shard_map: ranks disagree on {where} in the {self.phase} pass: {', '.join(sides)}"
             self.error = RuntimeError(text)
             raise _Stopped
-        meeting.parts[member] = x
+        unread = collective == "broadcast" and member != source
+        meeting.parts[member] = x if unread else x.clone()  # x may be changed before the others read it
         if self.record is not None:
             sent = _bytes_sent(collective, x, len(group), member == source)
             self.record.append(Transfer(rank, axes, collective, self.phase, tuple(x.shape), sent))
