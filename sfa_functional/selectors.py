@@ -1,7 +1,8 @@
 """Other ways to choose keys, for experiments: pass one as ``select=`` wherever the lightning indexer would run.
 
 A selector is called by keyword with ``q_TJI, k_SI, w_TJ`` (what the indexer compares; None in a layer without one),
-``q_THE, kv_SE`` (what attention compares), ``start_T, end_T, k`` and ``row_S`` (None, or where a pool holds each key
+``q_THE, kv_SE`` (what attention compares; ``kv_SE`` is None where the latents are dealt out over ranks), ``start_T,
+end_T, k`` and ``row_S`` (None, or where a pool holds each key
 row), and returns int32 ``topk_TK``: visible key rows, unused entries -1.
 """
 
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from . import blockwise
 from .indexer import lightning_indexer
-from .paged import Rows, SplitRows, num_rows
+from .paged import Rows, num_rows
 from .precision import require, without_autocast
 
 Selector = Callable[..., Int32[Tensor, "T K"]]
@@ -52,7 +53,7 @@ def window(
     require(k >= 1, "window", "k must be >= 1", k)
     start_T, end_T = start_T.clamp(min=0), end_T.clamp(min=0)
     if kv_SE is not None:
-        end_T = end_T.clamp(max=_num_keys(kv_SE, row_S))
+        end_T = end_T.clamp(max=_num_keys(kv_SE, row_S, "window"))
     first_t1 = torch.maximum(start_T, end_T - k)[:, None]
     rows_TK = first_t1 + torch.arange(k, device=start_T.device)
     return torch.where(rows_TK < end_T[:, None], rows_TK, -1).to(torch.int32)
@@ -80,12 +81,14 @@ def random_keys(generator: torch.Generator) -> Selector:
     """
     seed = int(torch.randint(2**62, (), generator=generator, device=generator.device))
 
-    def select(*, kv_SE: Rows, start_T: Tensor, end_T: Tensor, k: int, row_S: Tensor | None = None, **_: Any) -> Tensor:
+    def select(
+        *, kv_SE: Rows | None, start_T: Tensor, end_T: Tensor, k: int, row_S: Tensor | None = None, **_: Any
+    ) -> Tensor:
         def score(queries: slice, low: int, high: int) -> Tensor:
             key_S = torch.arange(low, high, device=start_T.device)
             return _hash(end_T.long()[queries, None] * 0x9E3779B1 + key_S * 0x85EBCA77 + seed)
 
-        return _best("random_keys", score, start_T, end_T, _num_keys(kv_SE, row_S), k)
+        return _best("random_keys", score, start_T, end_T, _num_keys(kv_SE, row_S, "random_keys"), k)
 
     return select
 
@@ -149,7 +152,7 @@ def block_topk(block: int) -> Selector:
             best_ts = lowest_ts.scatter_reduce(1, block_ts, torch.where(seen_ts, score_ts, lowest_ts), "amax")
             return torch.where(seen_ts, best_ts.gather(1, block_ts), torch.nan)
 
-        return _best("block_topk", score, start_T, end_T, _num_keys(k_SI, row_S), k, heads=q_TJI.shape[1])
+        return _best("block_topk", score, start_T, end_T, _num_keys(k_SI, row_S, "block_topk"), k, heads=q_TJI.shape[1])
 
     return select
 
@@ -167,7 +170,7 @@ def best_keys(scale: float) -> Selector:
         A selector.
 
     Raises:
-        ValueError: in the call: k < 1.
+        ValueError: in the call: k < 1, or no latent keys (no rank has them all over a sharded cache).
 
     Cost: dense attention's weights, a tile of queries at a time with all keys of its span.
     Source: the definition of attention mass; the oracle that published selections are measured against.
@@ -176,18 +179,22 @@ def best_keys(scale: float) -> Selector:
     def select(
         *,
         q_THE: Tensor,
-        kv_SE: Tensor | SplitRows,
+        kv_SE: Rows | None,
         start_T: Tensor,
         end_T: Tensor,
         k: int,
         row_S: Tensor | None,
         **_: Any,
     ) -> Tensor:
+        if kv_SE is None:
+            raise ValueError("best_keys: kv_SE must be the latent keys, all of them on this rank; got None")
+        rows = kv_SE
+
         def score(queries: slice, low: int, high: int) -> Tensor:
             ranges = start_T[queries], end_T[queries], (low, high)
-            return blockwise.mean_weights(q_THE[queries].detach(), kv_SE, *ranges, scale=scale, row_S=row_S)
+            return blockwise.mean_weights(q_THE[queries].detach(), rows, *ranges, scale=scale, row_S=row_S)
 
-        return _best("best_keys", score, start_T, end_T, _num_keys(kv_SE, row_S), k, heads=q_THE.shape[1])
+        return _best("best_keys", score, start_T, end_T, _num_keys(rows, row_S, "best_keys"), k, heads=q_THE.shape[1])
 
     return select
 
@@ -215,5 +222,9 @@ def _best(
     return torch.cat(selections).to(torch.int32)
 
 
-def _num_keys(kv_SE: Tensor | SplitRows, row_S: Tensor | None) -> int:
-    return num_rows(kv_SE) if row_S is None else row_S.shape[0]
+def _num_keys(kv_SE: Rows | None, row_S: Tensor | None, function: str) -> int:
+    if row_S is not None:
+        return row_S.shape[0]
+    if kv_SE is None:
+        raise ValueError(f"{function}: kv_SE or row_S must say how many keys there are; got neither")
+    return num_rows(kv_SE)

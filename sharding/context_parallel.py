@@ -35,6 +35,7 @@ from sfa_functional import (
     sparse_attention,
     split_kv_b,
     token_slots,
+    validate_block_table,
     write_cache,
 )
 from sfa_functional.implementation import Implementation, explain_implementation, refuse
@@ -425,21 +426,47 @@ def _check(
             require(tensor.dtype == x_tD.dtype, function, f"{name} must have x's dtype", tensor.dtype)
     known = cache_exchange in ("queries", "blocks")
     require(known, function, "cache_exchange must be 'queries' or 'blocks'", repr(cache_exchange))
-    if cache is not None:
-        pools = [cache.kv] if isinstance(cache, JointCache) else [cache.latent, cache.rope]
-        fits = sum(pool.shape[-1] for pool in pools) == config.key_width and all(p.dtype == x_tD.dtype for p in pools)
-        got = [(pool.shape[-1], pool.dtype) for pool in pools]
-        require(fits, function, f"the pool must hold {config.key_width} columns of {x_tD.dtype}", got)
-        if params.indexer is not None and cache.index_k is not None:
-            width, found = config.index_head_dim, (cache.index_k.shape[-1], cache.index_k.dtype)
-            rule = f"the pool of index keys must hold {width} columns of {x_tD.dtype}"
-            require(found == (width, x_tD.dtype), function, rule, found)
-            pools.append(cache.index_k)
-        if donate:
-            require_donatable(function, *pools)
     if cache_split is not None:
         require(cache is not None, function, "a cache_split needs a cache", None)
         ranks = cache_split.num_ranks
         require(ranks == comm.size, function, f"cache_split must be for {comm.size} ranks", ranks)
-        if batch.block_table_BU is not None:
-            cache_split.local_block_table(batch.block_table_BU)
+    if cache is not None:
+        _check_cache(function, params, x_tD, batch, config, cache, cache_split, donate)
+
+
+def _check_cache(
+    function: str,
+    params: LayerParams,
+    x_tD: Tensor,
+    batch: Batch,
+    config: SFAConfig,
+    cache: Cache,
+    cache_split: CacheSplit | None,
+    donate: bool,
+) -> None:
+    pools = [cache.kv] if isinstance(cache, JointCache) else [cache.latent, cache.rope]
+    fits = sum(pool.shape[-1] for pool in pools) == config.key_width and all(p.dtype == x_tD.dtype for p in pools)
+    got = [(pool.shape[-1], pool.dtype) for pool in pools]
+    require(fits, function, f"the pool must hold {config.key_width} columns of {x_tD.dtype}", got)
+    index_k = cache.index_k if params.indexer is not None else None
+    if index_k is not None:
+        want, found = (config.index_head_dim, x_tD.dtype), (index_k.shape[-1], index_k.dtype)
+        require(found == want, function, f"the pool's index_k must hold {want[0]} columns of {want[1]}", found)
+        pools.append(index_k)
+    if donate:
+        require_donatable(function, *pools)
+    table_BU = batch.block_table_BU
+    if table_BU is None or batch.row_S is None or table_BU.numel() == 0:
+        return
+    size = batch.row_S.shape[0] // table_BU.numel()
+    sizes = [pool.shape[1] for pool in pools]
+    require(set(sizes) == {size}, function, f"the pool's pages must have the batch's {size} rows", sizes)
+    length_B, latent_BU = batch.seq_len_B, table_BU
+    if cache_split is not None:
+        latent_BU = cache_split.local_block_table(table_BU)
+        length_B = cache_split.local_lengths(length_B).amax(0)
+    if table_BU.device.type == "cpu":  # elsewhere it would wait
+        validate_block_table(latent_BU, length_B.cpu(), block_size=size, num_blocks=pools[0].shape[0])
+        if index_k is not None:
+            lengths = batch.seq_len_B.cpu()
+            validate_block_table(table_BU, lengths, block_size=size, num_blocks=index_k.shape[0])
