@@ -128,7 +128,7 @@ def choose_keys(
         int32 positions, unused entries -1.
 
     Raises:
-        ValueError: neither an indexer's tensors nor ``select``.
+        ValueError: neither an indexer's tensors nor ``select``, or a selector that returns something else.
 
     Gradients: none (integers).
     Cost: that of the selector.
@@ -138,6 +138,9 @@ def choose_keys(
     if select is not None:
         compared = {"q_TJI": q_TJI, "k_SI": k_SI, "w_TJ": w_TJ, "q_THE": q_THE, "kv_SE": kv_SE}
         topk_TK = select(**compared, start_T=start_T, end_T=end_T, k=k, row_S=row_S)
+        fits = topk_TK.ndim == 2 and topk_TK.shape[0] == start_T.shape[0] and topk_TK.dtype == torch.int32
+        got = (topk_TK.dtype, tuple(topk_TK.shape))
+        require(fits, "choose_keys", f"select must return int32 [{start_T.shape[0]}, K]", got)
     elif q_TJI is None or k_SI is None or w_TJ is None:
         raise ValueError("choose_keys: a layer without an indexer needs selection= or select=; got neither")
     else:
@@ -200,6 +203,7 @@ def check_layer(
     require_rows(function, x_TD.shape[0], position_T=batch.position_T, selection=selection)
     if selection is not None:
         require(selection.dtype == torch.int32, function, "selection must be int32", selection.dtype)
+        require(selection.ndim == 2, function, "selection must be [T, K]", tuple(selection.shape))
     require(selection is None or select is None, function, "selection= and select= exclude each other", "both")
     if cache is None:
         require(batch.row_S is None, function, "a batch with cached context or a block table needs a cache", None)

@@ -20,7 +20,8 @@ from .collectives import (
     unpack_rows,
 )
 from .shard_map import shard_map
-from .context_parallel import context_parallel_layer, heads_of_rank, shard_flat, tensor_parallel_layer
+from .tensor_parallel import heads_of_rank, tensor_parallel_layer, with_all_heads
+from .context_parallel import context_parallel_layer, shard_flat
 from .show import SplitPicture, show_split
 
 __all__ = [
@@ -52,10 +53,11 @@ __all__ = [
     "pack_rows",
     "unpack_rows",
     "shard_map",
-    "context_parallel_layer",
     "heads_of_rank",
-    "shard_flat",
     "tensor_parallel_layer",
+    "with_all_heads",
+    "context_parallel_layer",
+    "shard_flat",
     "SplitPicture",
     "show_split",
 ]

@@ -16,7 +16,6 @@ from torch import Tensor
 from torch.nn.functional import linear, pad
 
 from sfa_functional import (
-    AttentionOutput,
     Batch,
     LayerOutput,
     LayerParams,
@@ -29,25 +28,23 @@ from sfa_functional import (
     latent_output,
     latent_queries,
     local_selection,
-    merge_attention,
     rope_cos_sin,
-    sfa_layer,
-    sparse_attention,
     split_kv_b,
-    token_slots,
     validate_block_table,
     write_cache,
 )
 from sfa_functional.implementation import Implementation, explain_implementation, refuse
 from sfa_functional.layer import attend_positions, check_layer, choose_keys
-from sfa_functional.paged import Cache, JointCache, Rows, SplitRows, cache_rows, index_rows, require_donatable
+from sfa_functional.paged import Cache, JointCache, Rows, cache_rows, index_rows, require_donatable
 from sfa_functional.params import NORM_FIELDS, named_fields, param_shapes
-from sfa_functional.precision import require, wide, without_autocast
+from sfa_functional.precision import require, without_autocast
 from sfa_functional.selectors import Selector
 
-from .cache_ranges import CacheSplit, compact_block_table
+from .cache_attention import attend_by_blocks, attend_by_queries, block_size
+from .cache_ranges import CacheSplit
 from .collectives import Collectives, gather_rows_start
 from .rules import LARGE_FIELDS, Weights
+from .tensor_parallel import heads_of_rank, require_params, with_all_heads
 from .token_ranges import TokenSplit
 
 
@@ -68,6 +65,7 @@ def context_parallel_layer(
     donate: bool = False,
     cache_split: CacheSplit | None = None,
     cache_exchange: Literal["queries", "blocks"] = "queries",
+    heads_comm: Collectives | None = None,
     while_gathering: Callable[[], object] | None = None,
 ) -> LayerOutput:
     """Run one attention layer on this rank's tokens: `sfa_layer` with the tokens dealt out over a mesh axis.
@@ -84,7 +82,7 @@ def context_parallel_layer(
         split: who holds which tokens, from `split_tokens`. None: every rank holds all of them, in the batch's order
             (decode over a sharded cache).
         cache: the pool of pages, a copy on each rank; or, with ``cache_split``, this rank's part of the latents.
-        selection: C rows of positions to attend to instead of scoring.
+        selection: C rows of positions to attend to instead of scoring, from ``split.scatter(selection, fill=-1)``.
         select: another way to choose keys. Over a sharded cache it is given no ``kv_SE``.
         rope: cos and sin of this rank's tokens, instead of `rope_cos_sin`.
         weights: "local": all matrices are here. "gathered": ``q_b_proj``, ``kv_b_proj`` and ``o_proj`` are this
@@ -97,12 +95,14 @@ def context_parallel_layer(
             `CacheSplit.local_block_table`, index keys have all pages of the batch's table.
         cache_exchange: with ``cache_split``: "queries" sends queries and selections to the rows and merges the
             partial results by their log-sum-exp; "blocks" gathers the pages that the batch refers to.
+        heads_comm: the mesh axis over which heads are dealt out besides, ``Rules(tokens="cp", heads="tp")``; the
+            weights are then those of this rank's heads, as `tensor_parallel_layer` takes them.
         while_gathering: called once, as soon as the gather of keys has started: the place to start fetching the next
             layer's weights, so that they do not compete with it for the link.
 
     Returns:
-        `LayerOutput` of this rank's rows; padding rows hold finite numbers and an empty selection. The cache is this
-        rank's.
+        `LayerOutput` of this rank's rows; padding rows hold zeros and select nothing. A given selection is returned as
+        it came. The cache is this rank's.
 
     Raises:
         ValueError: what doesn't fit: rows, ranks, shapes of weights, heads that N does not divide, or as `sfa_layer`;
@@ -111,13 +111,20 @@ def context_parallel_layer(
 
     Gradients: of x, the weights and the cache, summed over ranks as `collectives` says; none to the indexer, as in
         `sfa_layer`.
-    Cost: per rank C of T tokens. Sends C·(E + I)·(N - 1) values, one gather; "gathered" (N - 1)/N of the large
-        matrices; "exchanged" C·H·V·(N - 1)/N + C·D·(N - 1) values. Over a sharded cache also C·(H·E + K)·(N - 1) and
-        C·H·(L + 1)·(N - 1) float32 values (the latter with T for C where every rank holds all tokens), or the pages.
+    Cost: per rank C of T tokens. Sends C·(E + I)·(N - 1) values in one gather (without I where there are no index keys;
+        nothing where ``split`` is None). "gathered" sends each large matrix's shard N - 1 times; "exchanged" C·H·V
+        values (N - 1 times, all_to_all) and C·D (N - 1 times, reduce_scatter). A sharded cache adds what
+        `attend_by_queries` or `attend_by_blocks` sends, a ``heads_comm`` an all_reduce of C·D values. The backward
+        pass sends the transposed collectives, as much again.
     Source: the prefill context parallelism of vllm-project/vllm-ascend; merging by log-sum-exp as in Liu et al.,
         "Ring Attention" (2023).
     """
-    _check(
+    if heads_comm is not None:
+        config = heads_of_rank(config, heads_comm.size)
+        select = None if select is None else with_all_heads(select, heads_comm)
+        rule = "heads are dealt out over one axis: weights must be 'local' with a heads_comm"
+        require(weights == "local", "context_parallel_layer", rule, repr(weights))
+    local, table_BU = _check(
         params,
         x_tD,
         batch,
@@ -133,7 +140,6 @@ def context_parallel_layer(
         implementation=implementation,
         donate=donate,
     )
-    local = batch if split is None else split.local_batch(batch, comm.rank)
     with without_autocast(x_tD):
         named = implementation if implementation is None or isinstance(implementation, str) else None
         x_tD = torch.where(local.request_T[:, None] >= 0, x_tD, 0)
@@ -161,7 +167,11 @@ def context_parallel_layer(
         kv_SE: Rows = kv_TE
         k_SI = k_TI
         if cache is not None and batch.slot_T is not None:
-            slot_T = batch.slot_T if cache_split is None else _cache_slots(cache, cache_split, batch, comm.rank)
+            slot_T = batch.slot_T
+            if cache_split is not None and table_BU is not None:
+                slot_T = cache_split.local_slots(
+                    table_BU, batch.request_T, batch.position_T, comm.rank, block_size=block_size(cache)
+                )
             cache = write_cache(
                 cache, kv_TE, k_TI, slot_T, index_slot_T=batch.slot_T, donate=donate, implementation=named
             )
@@ -172,12 +182,19 @@ def context_parallel_layer(
             selection = choose_keys(
                 q_tJI, k_SI, w_tJ, q_tHE, rows, local, k=config.index_topk, select=select, implementation=named
             )
-        if cache_split is None or cache is None:
+        if cache_split is None or cache is None or table_BU is None:
             result = attend_positions(q_tHE, kv_SE, selection, local, config=config, implementation=implementation)
         else:
             seen_tK = local_selection(global_selection(selection, local), local)
-            attend = _attend_by_queries if cache_exchange == "queries" else _attend_by_blocks
-            result = attend(q_tHE, seen_tK, local, batch, comm, split, cache, cache_split, config, implementation)
+            shared: dict[str, Any] = {"cache_split": cache_split, "config": config, "implementation": implementation}
+            if cache_exchange == "blocks":
+                result = attend_by_blocks(q_tHE, seen_tK, cache, table_BU, local.request_T, comm, **shared)
+            else:
+                dealt_out = split is not None
+                request_M = batch.request_T if split is None else split.scatter(batch.request_T, fill=-1)
+                result = attend_by_queries(
+                    q_tHE, seen_tK, cache, table_BU, request_M, comm, dealt_out=dealt_out, **shared
+                )
 
         if weights == "exchanged":
             y_tD = _exchanged_output(whole, result.out_THL, comm, config)
@@ -185,63 +202,9 @@ def context_parallel_layer(
             if large:
                 whole = replace(whole, o_proj=large["o_proj"].wait())
             y_tD = latent_output(whole, result.out_THL, config=config)
+        if heads_comm is not None:
+            y_tD = heads_comm.all_reduce(y_tD)
         return LayerOutput(y_tD, selection, cache)
-
-
-def tensor_parallel_layer(
-    params: LayerParams,
-    x_TD: Float[Tensor, "T D"],
-    batch: Batch,
-    comm: Collectives,
-    *,
-    config: SFAConfig,
-    **named: Any,
-) -> LayerOutput:
-    """Run one attention layer with its heads dealt out: the baseline that context parallelism replaces.
-
-    Every rank runs the low-rank projections, the whole indexer and the selection for all tokens, and H/N heads:
-    ``y = Σ_ranks sfa_layer(its heads)``.
-
-    Args:
-        params: this rank's heads of ``q_b_proj``, ``kv_b_proj`` and ``o_proj``, all of the rest: the shards of
-            ``param_specs(config, Rules(heads="tp"))``.
-        x_TD: hidden states of all tokens, the same on every rank.
-        batch: all tokens.
-        comm: the mesh axis of the heads.
-        config: sizes of the whole model.
-        named: further arguments of `sfa_layer`.
-
-    Returns:
-        `LayerOutput`, the same on every rank.
-
-    Raises:
-        ValueError: N does not divide H, or as `sfa_layer`.
-
-    Gradients: as `sfa_layer`; a replicated input's are summed over ranks.
-    Cost: 1/N of the heads' work, all of the indexer's. Sends 2·T·D·(N - 1)/N values: an all_reduce.
-    Source: Shoeybi et al., "Megatron-LM" (2019), section 3.
-    """
-    out = sfa_layer(params, x_TD, batch, config=heads_of_rank(config, comm.size), **named)
-    return out._replace(y_TD=comm.all_reduce(out.y_TD))
-
-
-def heads_of_rank(config: SFAConfig, num_ranks: int) -> SFAConfig:
-    """Return the sizes of one rank's share of the attention heads.
-
-    Args:
-        config: the whole model.
-        num_ranks: N.
-
-    Returns:
-        The config with H/N heads; the softmax's scale does not depend on H.
-
-    Raises:
-        ValueError: N does not divide H.
-    """
-    heads = config.num_attention_heads
-    fits = type(num_ranks) is int and num_ranks >= 1 and heads % num_ranks == 0
-    require(fits, "heads_of_rank", f"num_ranks must divide {heads} heads", repr(num_ranks))
-    return replace(config, num_attention_heads=heads // num_ranks)
 
 
 def shard_flat(params: LayerParams, num_ranks: int) -> LayerParams:
@@ -295,90 +258,6 @@ def _exchanged_output(
     return comm.reduce_scatter(linear(mine_TX, params.o_proj))
 
 
-def _block_size(cache: Cache) -> int:
-    return (cache.kv if isinstance(cache, JointCache) else cache.latent).shape[1]
-
-
-def _cache_slots(cache: Cache, cache_split: CacheSplit, batch: Batch, rank: int) -> Tensor:
-    assert batch.block_table_BU is not None
-    table_BU = cache_split.local_block_table(batch.block_table_BU)
-    size = _block_size(cache)
-    return cache_split.local_slots(table_BU, batch.request_T, batch.position_T, rank, block_size=size)
-
-
-def _row_numbers(table_BU: Tensor, request_T: Tensor, position_TK: Tensor, block_size: int) -> Int32[Tensor, "T K"]:
-    request_TK = request_T[:, None].expand_as(position_TK)
-    rows = token_slots(table_BU, request_TK.flatten(), position_TK.flatten(), block_size=block_size)
-    return rows.view(position_TK.shape).to(torch.int32)
-
-
-def _attend_by_queries(
-    q_tHE: Tensor,
-    selection_tK: Tensor,
-    local: Batch,
-    batch: Batch,
-    comm: Collectives,
-    split: TokenSplit | None,
-    cache: Cache,
-    cache_split: CacheSplit,
-    config: SFAConfig,
-    implementation: Implementation,
-) -> AttentionOutput:
-    """Bring all queries here, attend to the rows that are here, send each rank its part, merge the parts."""
-    assert batch.block_table_BU is not None
-    request_M, q_MHE, selection_MK = batch.request_T, q_tHE, selection_tK
-    if split is not None:
-        request_M = split.scatter(batch.request_T, fill=-1)
-        q_MHE, selection_MK = comm.all_gather(q_tHE), comm.all_gather(selection_tK)
-    mine_MK = cache_split.local_selection(selection_MK, comm.rank)
-    table_BU = cache_split.local_block_table(batch.block_table_BU)
-    part = sparse_attention(
-        q_MHE,
-        cache_rows(cache),
-        _row_numbers(table_BU, request_M, mine_MK, _block_size(cache)),
-        scale=config.softmax_scale,
-        value_dim=config.kv_lora_rank,
-        implementation=implementation,
-    )
-    packed = torch.cat([part.out_THL.to(wide(q_tHE.dtype)), part.lse_TH[..., None]], dim=-1)
-    packed = comm.all_gather(packed) if split is None else comm.all_to_all(packed)
-    parts = [AttentionOutput(x[..., :-1], x[..., -1]) for x in packed.unflatten(0, (comm.size, -1)).unbind(0)]
-    out_tHL, lse_tH = merge_attention(parts)
-    return AttentionOutput(out_tHL.to(q_tHE.dtype), lse_tH)
-
-
-def _attend_by_blocks(
-    q_tHE: Tensor,
-    selection_tK: Tensor,
-    local: Batch,
-    batch: Batch,
-    comm: Collectives,
-    split: TokenSplit | None,
-    cache: Cache,
-    cache_split: CacheSplit,
-    config: SFAConfig,
-    implementation: Implementation,
-) -> AttentionOutput:
-    """Bring the pages of the batch here from all ranks, and attend as if there were one."""
-    assert batch.block_table_BU is not None
-    size = _block_size(cache)
-    page_M, table_BU = compact_block_table(cache_split.local_block_table(batch.block_table_BU), cache_split.num_ranks)
-    rows = cache_rows(cache)
-    parts = (rows.latent_SL, rows.rope_SR) if isinstance(rows, SplitRows) else (rows,)
-    pages = [part.unflatten(0, (-1, size)).index_select(0, page_M).flatten(0, 1) for part in parts]
-    gathered = gather_rows_start(comm, *pages).wait()
-    joined: Rows = gathered[0] if len(gathered) == 1 else SplitRows(latent_SL=gathered[0], rope_SR=gathered[1])
-    position_tK = cache_split.gathered_position(selection_tK, block_size=size)
-    return sparse_attention(
-        q_tHE,
-        joined,
-        _row_numbers(table_BU, local.request_T, position_tK, size),
-        scale=config.softmax_scale,
-        value_dim=config.kv_lora_rank,
-        implementation=implementation,
-    )
-
-
 def _check(
     params: LayerParams,
     x_tD: Tensor,
@@ -395,12 +274,14 @@ def _check(
     cache_exchange: str,
     implementation: Implementation,
     donate: bool,
-) -> None:
+) -> tuple[Batch, Int32[Tensor, "B U"] | None]:
+    """Refuse what does not fit; return this rank's batch, and the pages of a sharded pool."""
     function = "context_parallel_layer"
     known = implementation is None or callable(implementation)
     if not known and not (isinstance(implementation, str) and not explain_implementation(implementation)):
         raise refuse(function, implementation)
     local = batch
+    require(split is None or isinstance(split, TokenSplit), function, "split must be a TokenSplit or None", repr(split))
     if split is not None:
         require(split.num_ranks == comm.size, function, f"split must be for {comm.size} ranks", split.num_ranks)
         tokens = batch.position_T.shape[0]
@@ -419,9 +300,8 @@ def _check(
         shapes["o_proj"] = (config.hidden_size, heads * config.v_head_dim // comm.size)
     if weights == "gathered":
         shapes |= {name: (-(-torch.Size(shapes[name]).numel() // comm.size),) for name in LARGE_FIELDS}
+    require_params(function, params, shapes)
     for name, tensor in named_fields(params):
-        fits = tuple(tensor.shape) == shapes[name]
-        require(fits, function, f"{name} must be {list(shapes[name])} on each rank", list(tensor.shape))
         if name not in NORM_FIELDS and name != "indexer.weights_proj":  # these are read in float32
             require(tensor.dtype == x_tD.dtype, function, f"{name} must have x's dtype", tensor.dtype)
     known = cache_exchange in ("queries", "blocks")
@@ -430,8 +310,9 @@ def _check(
         require(cache is not None, function, "a cache_split needs a cache", None)
         ranks = cache_split.num_ranks
         require(ranks == comm.size, function, f"cache_split must be for {comm.size} ranks", ranks)
-    if cache is not None:
-        _check_cache(function, params, x_tD, batch, config, cache, cache_split, donate)
+    if cache is None:
+        return local, None
+    return local, _check_cache(function, params, x_tD, batch, config, cache, cache_split, donate)
 
 
 def _check_cache(
@@ -443,7 +324,7 @@ def _check_cache(
     cache: Cache,
     cache_split: CacheSplit | None,
     donate: bool,
-) -> None:
+) -> Int32[Tensor, "B U"] | None:
     pools = [cache.kv] if isinstance(cache, JointCache) else [cache.latent, cache.rope]
     fits = sum(pool.shape[-1] for pool in pools) == config.key_width and all(p.dtype == x_tD.dtype for p in pools)
     got = [(pool.shape[-1], pool.dtype) for pool in pools]
@@ -457,7 +338,7 @@ def _check_cache(
         require_donatable(function, *pools)
     table_BU = batch.block_table_BU
     if table_BU is None or batch.row_S is None or table_BU.numel() == 0:
-        return
+        return table_BU
     size = batch.row_S.shape[0] // table_BU.numel()
     sizes = [pool.shape[1] for pool in pools]
     require(set(sizes) == {size}, function, f"the pool's pages must have the batch's {size} rows", sizes)
@@ -470,3 +351,4 @@ def _check_cache(
         if index_k is not None:
             lengths = batch.seq_len_B.cpu()
             validate_block_table(table_BU, lengths, block_size=size, num_blocks=index_k.shape[0])
+    return latent_BU

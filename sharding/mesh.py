@@ -195,6 +195,10 @@ def simulated_mesh(shape: MeshShape, *, record: list[Transfer] | None = None) ->
     Returns:
         The mesh.
 
+    Raises:
+        ValueError: something else than a `MeshShape`.
+
     Source: the axes and their order are those of jax.sharding.Mesh.
     """
+    require(isinstance(shape, MeshShape), "simulated_mesh", "shape must be a MeshShape", repr(shape))
     return SimulatedMesh(shape, record)

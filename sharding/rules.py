@@ -37,8 +37,10 @@ PARAM_DIMS: Mapping[str, tuple[LogicalDim | None, ...]] = {
 class Rules:
     """Which mesh axis splits tokens, attention heads and indexer heads; None splits nothing.
 
-    ``Rules(tokens="cp")`` is context parallelism, ``Rules(heads="tp")`` the tensor-parallel baseline (its indexer is
-    on every rank), ``Rules(tokens="cp", heads="tp")`` both.
+    ``Rules(tokens="cp")`` is context parallelism (`context_parallel_layer`), ``Rules(heads="tp")`` the tensor-parallel
+    baseline (`tensor_parallel_layer`; its indexer is on every rank), ``Rules(tokens="cp", heads="tp")`` both
+    (`context_parallel_layer` with ``heads_comm=``). ``index_heads`` gives specs for experiments of your own: no layer
+    here sums scores over ranks.
 
     Raises:
         ValueError: tokens and heads on one axis: queries are [tokens, heads, width].

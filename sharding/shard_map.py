@@ -26,7 +26,8 @@ def shard_map(fn: Callable[..., Any], mesh: SimulatedMesh, *, in_specs: Any, out
     of several axes taken together, the first outermost.
 
     Args:
-        fn: the body. Tensors that need gradients must come to it as arguments; others may be closed over. It must not
+        fn: the body. Tensors that need gradients must come to it as arguments or in trees of them (a module is none:
+            pass ``dict(module.named_parameters())``); others may be closed over. It must not
             change its arguments in place: they share the caller's memory, and each other's where they are replicated
             (``donate=True`` means just that).
         mesh: from `simulated_mesh`.
@@ -57,6 +58,7 @@ def shard_map(fn: Callable[..., Any], mesh: SimulatedMesh, *, in_specs: Any, out
 
     Source: jax.shard_map.
     """
+    require(isinstance(mesh, SimulatedMesh), "shard_map", "mesh must be from simulated_mesh", type(mesh).__name__)
     for spec in [*_specs(in_specs), *_specs(out_specs)]:
         require(isinstance(spec, P), "shard_map", "a spec must be a P", repr(spec))
         mesh.shape.require_axes("shard_map", spec)
@@ -245,7 +247,8 @@ class _Call:
                         todo.append(child)
 
 
-_OUTSIDER = "a tensor that requires grad must come to the body as an argument, or detached"
+_OUTSIDER = "a tensor that requires grad must come to the body as a tensor among its arguments, or detached"
+"""A module is not one: pass ``dict(module.named_parameters())``."""
 
 
 class _RefuseWrapped(TorchFunctionMode):

@@ -72,7 +72,8 @@ def local_lengths(
         ``(query_end_NB, key_len_NB)``, int64. Local query starts are the ends with a 0 in front.
 
     Raises:
-        ValueError: vectors whose lengths don't fit.
+        ValueError: vectors whose lengths don't fit or that are not integers. Values are not looked at, that would
+            wait: `split_tokens` and `Batch.from_lengths` refuse negative lengths.
 
     Gradients: none (integers).
     Cost: N·B integers on the vectors' device; nothing waits for it.
@@ -240,6 +241,8 @@ class TokenSplit:
         )
 
     def _require_rows(self, function: str, x: Tensor, count: int) -> None:
+        known = isinstance(x, Tensor)
+        require(known, f"TokenSplit.{function}", "rows must be a tensor", type(x).__name__)
         fits = x.ndim >= 1 and x.shape[0] == count
         require(fits, f"TokenSplit.{function}", f"there must be {count} rows", tuple(x.shape))
 

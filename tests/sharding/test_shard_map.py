@@ -880,7 +880,7 @@ def test_a_body_may_call_what_is_compiled():
 
 
 def _outsider(shape):
-    rule = "a tensor that requires grad must come to the body as an argument, or detached"
+    rule = "a tensor that requires grad must come to the body as a tensor among its arguments, or detached"
     return f"shard_map: {rule}; got one of shape {shape}"
 
 
