@@ -239,7 +239,7 @@ class _Call:
             while todo:
                 node = todo.pop()
                 variable = getattr(node, "variable", None)
-                if variable is not None and id(variable) not in known:
+                if variable is not None and id(variable) not in known and variable.numel() > 0:
                     raise ValueError(f"shard_map: {_OUTSIDER}; got one of shape {list(variable.shape)}")
                 for child, _ in node.next_functions:
                     if child is not None and child not in seen:

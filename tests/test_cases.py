@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 import sfa_functional as sfa
 import sharding
+import weights
 from sfa_functional import blockwise, reference
 from tests.vectors import numbers, read_vectors
 
@@ -27,7 +28,6 @@ IMPLEMENTATIONS = ["reference", "blockwise"]
 INT32 = {"topk_TK", "block_table_BU"}
 INT64 = {"start_T", "end_T", "slot_T", "request_T", "position_T", "query_start_B1", "seq_len_B", "start_N", "end_N"}
 LENGTHS = {"query_lens", "lengths"}
-OTHER_PACKAGES = {"weights"}
 
 CASES = read_vectors("cases.json")["cases"]
 CALLS = [check["call"] for case in CASES for check in case["checks"]]
@@ -43,14 +43,13 @@ def checks_of(package: str) -> list[tuple[str, dict[str, Any]]]:
     ]
 
 
-CHECKS, PLANS = checks_of("sfa_functional"), checks_of("sharding")
+CHECKS, PLANS, RINGS = checks_of("sfa_functional"), checks_of("sharding"), checks_of("weights")
 
-# Counted while tests are collected: a check that is neither run here nor another package's stops everything.
+# Counted while tests are collected: a check that is not run here stops everything.
 assert (len(CASES), len(CALLS)) == (37, 63)
-assert {call.split(".")[0] for call in CALLS} == {"sfa_functional", "sharding"} | OTHER_PACKAGES
-assert len(CHECKS) + len(PLANS) == len(CALLS) - sum(call.split(".")[0] in OTHER_PACKAGES for call in CALLS) == 59
-assert (len(CHECKS), len(PLANS)) == (44, 15)
-assert len({name.split(".")[0] for name, _ in CHECKS + PLANS}) == 36
+assert (len(CHECKS), len(PLANS), len(RINGS)) == (44, 15, 4)
+assert len(CHECKS) + len(PLANS) + len(RINGS) == len(CALLS)
+assert len({name.split(".")[0] for name, _ in CHECKS + PLANS + RINGS}) == len(CASES)
 
 
 def argument(name: str, value: Any) -> Any:
@@ -188,6 +187,34 @@ def test_numeric_case_of_a_plan_gives_the_right_value_and_not_the_slip(check):
     assert {name: results[name] for name in check["expect"]} == check["expect"]
     if "slip" in check:
         assert check["slip"] not in results.values()
+
+
+def ring(call: str, args: dict[str, Any]) -> dict[str, Any]:
+    """Plan a ring, read the slots as it goes, and list what is found under the names that checks give it."""
+    assert call == "weights.ring_schedule", f"a check calls {call}, whose results have no names here"
+    steps = weights.ring_schedule(**args)
+    holds = {step.slot: step.layer for step in steps[: min(args["prefetch"], args["num_layers"])]}
+    wrong = []
+    for step in steps:
+        if step.fetch_slot is not None:
+            holds[step.fetch_slot] = step.fetch_layer
+        if holds.get(step.slot) != step.layer:
+            wrong.append(f"layer {step.layer} reads the weight of layer {holds.get(step.slot)}")
+    return {
+        "used_layers": [step.layer for step in steps],
+        "each_layer_is_in_its_slot": not wrong,
+        "fetches": sum(step.fetch_layer is not None for step in steps),
+        "wrong": wrong,
+    }
+
+
+@pytest.mark.parametrize("check", [pytest.param(check, id=name) for name, check in RINGS])
+def test_numeric_case_of_a_ring_gives_the_right_value_and_not_the_slip(check):
+    for args in check["args"].get("each_of", [check["args"]]):
+        results = ring(check["call"], args)
+
+        assert {name: results[name] for name in check["expect"]} == check["expect"], args
+        assert check.get("slip") not in results["wrong"]
 
 
 # ---- tools of the properties -----------------------------------------------------------------------------------------

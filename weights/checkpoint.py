@@ -1,22 +1,25 @@
 """Attention layers out of safetensors checkpoints, one at a time, and into them; pickles are never read."""
 
+import ctypes
 import json
 import math
 import os
+import re
 import shutil
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import IO, Any, NamedTuple, TypeGuard
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
 from sfa_functional import DEEPSEEK_NAMES, HF_NAMES, LayerParams, SFAConfig, param_shapes
 from sfa_functional.params import NORM_FIELDS, named_fields, params_from_fields
+from sfa_functional.precision import require
 
 LAYOUTS = (("model.layers.{}.self_attn.", HF_NAMES), ("layers.{}.attn.", DEEPSEEK_NAMES))
 """The prefixes and name tables a layer is looked for under, in this order."""
@@ -24,8 +27,22 @@ LAYOUTS = (("model.layers.{}.self_attn.", HF_NAMES), ("layers.{}.attn.", DEEPSEE
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 """What may be stored: the names of the safetensors format."""
 
+FP8 = "F8_E4M3"
+"""The one further dtype that a projection may have, with a factor for every block of it beside it."""
+
+BLOCK = 128
+"""Rows and columns of a block of fp8 weights; the last blocks may be partial."""
+
+SCALE = "_scale_inv"
+"""What the key of the factors has more than the key of the codes; in spite of its name it multiplies."""
+
 MAX_HEADER = 100_000_000
 """Bytes of the longest header that the safetensors library reads."""
+
+CHUNK = 2**24
+"""Bytes of one read."""
+
+_KEY = re.compile(r"(?:model\.layers\.(\d+)\.self_attn|layers\.(\d+)\.attn)\.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,8 +54,36 @@ class Checkpoint:
     files: Mapping[str, Path]  # key -> the file that holds it
     tensors: Mapping[str, tuple[str, tuple[int, ...]]]  # key -> dtype as stored ("BF16", ...) and shape
 
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """Numbers of the model's layers whose attention it holds, in order."""
+        return tuple(layer for layer in self._numbers() if layer < self._count())
 
-def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
+    @property
+    def mtp_layers(self) -> tuple[int, ...]:
+        """Numbers of the layers of multi-token prediction; they follow the model's and are no part of it."""
+        return tuple(layer for layer in self._numbers() if layer >= self._count())
+
+    def _count(self) -> int:
+        count = self.config.get("num_hidden_layers")
+        if type(count) is not int or count < 1:
+            raise _refusal("Checkpoint", self.path, "num_hidden_layers must be an integer >= 1", repr(count))
+        return count
+
+    def _numbers(self) -> list[int]:
+        return sorted({layer for key in self.tensors if (layer := _layer_of(key)) is not None})
+
+
+class StoredTensor(NamedTuple):
+    """Which file holds a tensor, and what it is."""
+
+    key: str
+    file: Path
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+def open_checkpoint(path: str | os.PathLike[str], *, layers: Iterable[int] | None = None) -> Checkpoint:
     """Read what a checkpoint holds, without its weights.
 
     The directory has a ``config.json`` and either ``model.safetensors`` or ``model.safetensors.index.json`` with the
@@ -48,6 +93,8 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
 
     Args:
         path: the directory.
+        layers: numbers of the layers that will be read. Only files that hold attention weights of them are opened,
+            and only these weights are in the result; None is everything.
 
     Returns:
         `Checkpoint`.
@@ -57,7 +104,7 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
             truncated or not what its name says, an index that names a file outside the directory or a key that the
             file lacks, or weights that are there only as pickles.
 
-    Cost: reads config.json, the index and every file's header; no tensor.
+    Cost: reads config.json, the index and the header of every file that it opens; no tensor.
     Source: the format section of the safetensors README; Hugging Face transformers 5.24, modeling_utils.py, for the
     order of the names.
     """
@@ -67,13 +114,19 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
             raise _refusal("open_checkpoint", directory, "must be a directory", _kind(directory))
         config = _read_object(directory / "config.json")
         single, index = directory / "model.safetensors", directory / "model.safetensors.index.json"
+        wanted = None if layers is None else frozenset(layers)
         if single.exists():
-            tensors = _read_header(single)
-            return Checkpoint(path=directory, config=config, files=dict.fromkeys(tensors, single), tensors=tensors)
-        if index.exists():
-            files, tensors = _read_index(index)
-            return Checkpoint(path=directory, config=config, files=files, tensors=tensors)
-        raise _no_weights(directory)
+            entries = {key: (single, *entry) for key, entry in _read_header(single).items() if _is_wanted(key, wanted)}
+        elif index.exists():
+            entries = _read_index(index, wanted)
+        else:
+            raise _no_weights(directory)
+        return Checkpoint(
+            path=directory,
+            config=config,
+            files={key: file for key, (file, *_) in entries.items()},
+            tensors={key: (dtype, shape) for key, (_, dtype, shape, _) in entries.items()},
+        )
     except OSError as error:
         where = error.filename or directory
         raise _refusal("open_checkpoint", where, "must be readable", error.strerror or error) from error
@@ -112,11 +165,12 @@ def load_layer(
 
     Returns:
         `LayerParams` on the CPU in memory of their own: the files may change or go afterwards. Each tensor is
-        contiguous, so that `split_kv_b` gives views.
+        contiguous, so that `split_kv_b` gives views. Weights stored as fp8 are multiplied out (`dequantize_blocks`).
 
     Raises:
         ValueError: in one line: the layer does not exist, another dtype, a key that is missing, has another shape or
-            a stored dtype other than F64, F32, F16 and BF16, or a file that changed since it was opened.
+            a stored dtype other than F64, F32, F16, BF16 and, with its factors beside it, F8_E4M3, or a file that
+            changed since it was opened.
 
     Cost: reads this layer's bytes, from the files that hold them; one tensor more than the result in memory.
     Source: deepseek-ai/DeepSeek-V3.2-Exp, inference/convert.py, for the second spelling.
@@ -124,12 +178,115 @@ def load_layer(
     if dtype not in DTYPES.values():
         allowed = ", ".join(str(d) for d in DTYPES.values())
         raise _refusal("load_layer", checkpoint.path, f"dtype must be one of {allowed}", dtype)
-    keys = _layer_keys("load_layer", checkpoint, layer, config)
-    tensors: dict[str, Tensor] = {}
-    for file in sorted({checkpoint.files[key] for key in keys.values()}):
-        held = {field: key for field, key in keys.items() if checkpoint.files[key] == file}
-        tensors |= _read_tensors(checkpoint, file, held, dtype)
-    return params_from_fields(tensors)
+    stored = stored_layer(checkpoint, layer, config=config)
+    tensors = {name: torch.empty(tensor.shape, dtype=tensor.dtype) for name, tensor in stored.items()}
+    read_stored(stored, tensors)
+    return decode_layer(tensors, dtype)
+
+
+def stored_layer(checkpoint: Checkpoint, layer: int, *, config: SFAConfig) -> dict[str, StoredTensor]:
+    """Return where a layer's weights lie, once keys, shapes and dtypes are known to be right.
+
+    Args:
+        checkpoint: from `open_checkpoint`.
+        layer: 0-based number.
+        config: the model's sizes and schedule.
+
+    Returns:
+        Field -> where; beside a field that is fp8 its factors, as ``"<field>_scale_inv"``.
+
+    Raises:
+        ValueError: as `load_layer`.
+    """
+    found = {}
+    for field, key in _layer_keys("load_layer", checkpoint, layer, config).items():
+        name, shape = checkpoint.tensors[key]
+        dtype = torch.float8_e4m3fn if name == FP8 else DTYPES[name]
+        found[field] = StoredTensor(key, checkpoint.files[key], dtype, shape)
+        if name == FP8:
+            key = _scale_key(key)
+            found[field + SCALE] = StoredTensor(key, checkpoint.files[key], torch.float32, checkpoint.tensors[key][1])
+    return found
+
+
+def read_stored(stored: Mapping[str, StoredTensor], into: Mapping[str, Tensor]) -> None:
+    """Read tensors' bytes to where they are wanted, without mapping the file or holding it a second time.
+
+    Args:
+        stored: where they lie.
+        into: for each name a contiguous tensor on the CPU of the dtype and shape stored; it is overwritten.
+
+    Raises:
+        ValueError: a file that is gone, can't be read or has changed since it was opened; what is overwritten by
+            then is not said.
+
+    Cost: reads these bytes, in the order in which they lie, and each file's header again.
+    """
+    for file in sorted({tensor.file for tensor in stored.values()}):
+        held = {name: tensor for name, tensor in stored.items() if tensor.file == file}
+        try:
+            with file.open("rb", buffering=0) as stream:  # once: under its name there may soon be another file
+                try:
+                    header = _read_header(file, stream)
+                except ValueError as error:
+                    told = str(error).split(f"{file}: ", 1)[-1]
+                    raise _refusal("load_layer", file, "must be as when it was opened", told) from error
+                begins = {name: _begin(tensor, header) for name, tensor in held.items()}
+                for name, begin in sorted(begins.items(), key=lambda item: item[1]):
+                    _read_bytes(held[name], begin, into[name], stream)
+        except OSError as error:
+            got = error.strerror or error
+            raise _refusal("load_layer", file, "must be as when it was opened", got) from error
+
+
+def decode_layer(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> LayerParams:
+    """Turn a layer as it is stored into parameters: norms wide, fp8 multiplied out, the rest in ``dtype``.
+
+    Args:
+        tensors: by field, factors as ``"<field>_scale_inv"``.
+        dtype: of the projections.
+
+    Returns:
+        `LayerParams`; a tensor that has its dtype already is not copied.
+    """
+    norm_dtype = torch.float64 if dtype == torch.float64 else torch.float32
+    fields = {}
+    for field, tensor in tensors.items():
+        if field + SCALE in tensors:
+            fields[field] = dequantize_blocks(tensor, tensors[field + SCALE], dtype)
+        elif not field.endswith(SCALE):
+            fields[field] = tensor.to(norm_dtype if field in NORM_FIELDS else dtype)
+    return params_from_fields(fields)
+
+
+def dequantize_blocks(code_RC: Tensor, scale_rc: Tensor, dtype: torch.dtype) -> Tensor:
+    """Multiply fp8 codes by the factor of their block.
+
+    ``w[i, j] = float32(code[i, j]) · scale[i // 128, j // 128]`` in float32, then cast to ``dtype``.
+
+    Args:
+        code_RC: fp8 weights, [R, C].
+        scale_rc: float32 factors, [ceil(R / 128), ceil(C / 128)]; the last blocks may be partial.
+        dtype: of the result.
+
+    Returns:
+        [R, C].
+
+    Raises:
+        ValueError: another number of factors.
+
+    Gradients: none.
+    Cost: one block of rows in float32 beside the result.
+    Source: deepseek-ai/DeepSeek-V3, inference/fp8_cast_bf16.py.
+    """
+    require(code_RC.ndim == 2, "dequantize_blocks", "code must be [R, C]", list(code_RC.shape))
+    want = _scale_shape(tuple(code_RC.shape))
+    require(tuple(scale_rc.shape) == want, "dequantize_blocks", f"scale must be {list(want)}", list(scale_rc.shape))
+    result = torch.empty(code_RC.shape, dtype=dtype, device=code_RC.device)
+    for i, scale_c in enumerate(scale_rc):
+        rows = slice(i * BLOCK, (i + 1) * BLOCK)
+        result[rows] = code_RC[rows].float() * scale_c.repeat_interleave(BLOCK)[: code_RC.shape[1]]
+    return result
 
 
 def save_checkpoint(path: str | os.PathLike[str], layers: Sequence[LayerParams], config: SFAConfig) -> None:
@@ -193,12 +350,26 @@ def _read_object(file: Path) -> dict[str, Any]:
 
 def _parse_object(file: Path, text: bytes) -> dict[str, Any]:
     try:
-        parsed = json.loads(text.decode("utf-8"))
+        parsed = json.loads(text.decode("utf-8"), object_pairs_hook=_distinct)
+    except _Twice as error:
+        raise _refusal("open_checkpoint", file, "must hold each key once", f"{error} twice") from error
     except (ValueError, RecursionError) as error:
         raise _refusal("open_checkpoint", file, "must hold JSON", error) from error
     if not isinstance(parsed, dict):
         raise _refusal("open_checkpoint", file, "must hold a JSON object", type(parsed).__name__)
     return parsed
+
+
+class _Twice(Exception):
+    """A key that stands twice in an object; JSON's own reader would take the last."""
+
+
+def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise _Twice(repr(next(name for name in names if names.count(name) > 1))[:100])
+    return found
 
 
 def _no_weights(directory: Path) -> ValueError:
@@ -211,25 +382,27 @@ def _no_weights(directory: Path) -> ValueError:
     return _refusal("open_checkpoint", directory, rule, others[0] if others else "neither")
 
 
-def _read_header(file: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Read the dtype and shape of every tensor of a file, and check that its data is all there.
+def _read_header(file: Path, opened: IO[bytes] | None = None) -> dict[str, tuple[str, tuple[int, ...], int]]:
+    """Read dtype, shape and first byte of every tensor of a file, and check that its data is all there.
 
     A file is the header's length in 8 bytes, little endian, the header as JSON, and the tensors without gaps.
     """
-    if not file.is_file():
-        raise _refusal("open_checkpoint", file, "must be a file", _kind(file))
-    size = file.stat().st_size
-    with file.open("rb") as stream:
-        length = int.from_bytes(stream.read(8), "little")
-        if size < 8 or length > min(size - 8, MAX_HEADER):
-            rule = f"the header must fit into the file's {size} bytes and {MAX_HEADER}"
-            raise _refusal("open_checkpoint", file, rule, f"a header of {length} bytes")
-        header = _parse_object(file, stream.read(length))
+    if opened is None:
+        if not file.is_file():
+            raise _refusal("open_checkpoint", file, "must be a file", _kind(file))
+        with file.open("rb") as stream:
+            return _read_header(file, stream)
+    size = os.fstat(opened.fileno()).st_size
+    length = int.from_bytes(opened.read(8), "little")
+    if size < 8 or length > min(size - 8, MAX_HEADER):
+        rule = f"the header must fit into the file's {size} bytes and {MAX_HEADER}"
+        raise _refusal("open_checkpoint", file, rule, f"a header of {length} bytes")
+    header = _parse_object(file, _read_exactly(opened, length))
     header.pop("__metadata__", None)
     tensors, ranges = {}, []
     for key, entry in header.items():
         dtype, shape, (begin, end) = _read_entry(file, key, entry)
-        tensors[key] = dtype, shape
+        tensors[key] = dtype, shape, 8 + length + begin
         ranges.append((begin, end, key))
     last = 0
     for begin, end, key in sorted(ranges):
@@ -249,8 +422,9 @@ def _read_entry(file: Path, key: str, entry: Any) -> tuple[str, tuple[int, ...],
     if not (isinstance(dtype, str) and _counts(shape) and _counts(span) and len(span) == 2 and span[0] <= span[1]):
         rule = f"header of {key!r} must give a dtype, a shape and data_offsets [begin, end]"
         raise _refusal("open_checkpoint", file, rule, repr(entry)[:100])
-    if dtype in DTYPES and span[1] - span[0] != math.prod(shape) * DTYPES[dtype].itemsize:
-        rule = f"{key!r} must have {math.prod(shape) * DTYPES[dtype].itemsize} bytes, {dtype} {shape}"
+    itemsize = 1 if dtype == FP8 else DTYPES[dtype].itemsize if dtype in DTYPES else None
+    if itemsize is not None and span[1] - span[0] != math.prod(shape) * itemsize:
+        rule = f"{key!r} must have {math.prod(shape) * itemsize} bytes, {dtype} {shape}"
         raise _refusal("open_checkpoint", file, rule, span[1] - span[0])
     return dtype, tuple(shape), (span[0], span[1])
 
@@ -259,7 +433,7 @@ def _counts(values: Any) -> TypeGuard[list[int]]:
     return isinstance(values, list) and all(type(n) is int and n >= 0 for n in values)
 
 
-def _read_index(index: Path) -> tuple[dict[str, Path], dict[str, tuple[str, tuple[int, ...]]]]:
+def _read_index(index: Path, layers: frozenset[int] | None) -> dict[str, tuple[Path, str, tuple[int, ...], int]]:
     """Read which file holds each key, and the headers of those files."""
     weight_map = _read_object(index).get("weight_map")
     if not isinstance(weight_map, dict):
@@ -267,13 +441,14 @@ def _read_index(index: Path) -> tuple[dict[str, Path], dict[str, tuple[str, tupl
     for key, name in weight_map.items():
         if not isinstance(name, str):
             raise _refusal("open_checkpoint", index, f"weight_map of {key!r} must be a file name", repr(name)[:100])
+        _inside(index, name)
+    weight_map = {key: name for key, name in weight_map.items() if _is_wanted(key, layers)}
     headers = {name: _read_header(_inside(index, name)) for name in sorted(set(weight_map.values()))}
     for key, name in weight_map.items():
         if key not in headers[name]:
             rule = f"must hold {key!r}, as the index says"
             raise _refusal("open_checkpoint", index.parent / name, rule, "no such key")
-    files = {key: index.parent / name for key, name in weight_map.items()}
-    return files, {key: headers[name][key] for key, name in weight_map.items()}
+    return {key: (index.parent / name, *headers[name][key]) for key, name in weight_map.items()}
 
 
 def _inside(index: Path, name: str) -> Path:
@@ -299,31 +474,75 @@ def _layer_keys(function: str, checkpoint: Checkpoint, layer: int, config: SFACo
         if key not in checkpoint.tensors:
             raise _refusal(function, checkpoint.path, f"must hold {key}", "no such key")
         dtype, shape = checkpoint.tensors[key]
-        if dtype not in DTYPES:
-            rule = f"{key} must be {', '.join(DTYPES)} (fp8 and integers are not supported in this version)"
+        if dtype not in DTYPES and (dtype != FP8 or field in NORM_FIELDS):
+            rule = f"{key} must be {', '.join(DTYPES)}{'' if field in NORM_FIELDS else f' or {FP8}'}"
             raise _refusal(function, checkpoint.files[key], rule, dtype)
         if shape != shapes[field]:
             raise _refusal(function, checkpoint.files[key], f"{key} must be {list(shapes[field])}", list(shape))
+        if dtype == FP8:
+            factors = _scale_key(key)
+            if factors not in checkpoint.tensors:
+                raise _refusal(function, checkpoint.path, f"must hold {factors}, as {key} is fp8", "no such key")
+            want = "F32", _scale_shape(shape)
+            if checkpoint.tensors[factors] != want:
+                got_dtype, got_shape = checkpoint.tensors[factors]
+                rule = f"{factors} must be F32 {list(want[1])}, one factor per block of {BLOCK}"
+                raise _refusal(function, checkpoint.files[factors], rule, f"{got_dtype} {list(got_shape)}")
     return keys
 
 
-def _read_tensors(checkpoint: Checkpoint, file: Path, keys: dict[str, str], dtype: torch.dtype) -> dict[str, Tensor]:
-    """Read the fields of one layer that lie in one file, each into memory of its own."""
-    norm_dtype = torch.float64 if dtype == torch.float64 else torch.float32
-    tensors = {}
-    try:
-        with safe_open(file, framework="pt", device="cpu") as stream:
-            for field, key in keys.items():
-                stored = stream.get_tensor(key)
-                name, shape = checkpoint.tensors[key]
-                if (stored.dtype, tuple(stored.shape)) != (DTYPES[name], shape):
-                    rule = f"{key} must be {name} {list(shape)} as when it was opened"
-                    raise _refusal("load_layer", file, rule, f"{stored.dtype} {list(stored.shape)}")
-                kept = norm_dtype if field in NORM_FIELDS else dtype
-                tensors[field] = stored.to(kept, copy=True)  # without the copy it would lie in the mapped file
-    except (OSError, SafetensorError) as error:
-        raise _refusal("load_layer", file, "must be as when it was opened", error) from error
-    return tensors
+def _scale_key(key: str) -> str:
+    """Return the key of a weight's factors: DeepSeek's own code writes ``wq_a.scale`` beside ``wq_a.weight``."""
+    return key + SCALE if key.startswith("model.") else key.removesuffix("weight") + "scale"
+
+
+def _scale_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(-(-count // BLOCK) for count in shape)
+
+
+def _begin(tensor: StoredTensor, header: Mapping[str, tuple[str, tuple[int, ...], int]]) -> int:
+    """Return where a tensor's bytes begin, once it is certain that it is still what it was."""
+    name = next(name for name, dtype in {**DTYPES, FP8: torch.float8_e4m3fn}.items() if dtype == tensor.dtype)
+    if tensor.key not in header:
+        raise _refusal("load_layer", tensor.file, f"must hold {tensor.key} as when it was opened", "no such key")
+    dtype, shape, begin = header[tensor.key]
+    if (dtype, shape) != (name, tensor.shape):
+        rule = f"{tensor.key} must be {name} {list(tensor.shape)} as when it was opened"
+        raise _refusal("load_layer", tensor.file, rule, f"{dtype} {list(shape)}")
+    return begin
+
+
+def _read_bytes(tensor: StoredTensor, begin: int, target: Tensor, stream: IO[bytes]) -> None:
+    """Fill a tensor with its bytes of the file."""
+    count = target.numel() * target.element_size()
+    if count == 0:
+        return
+    memory = memoryview((ctypes.c_char * count).from_address(target.data_ptr())).cast("B")
+    done = 0
+    while done < count:
+        read = os.preadv(stream.fileno(), [memory[done : done + CHUNK]], begin + done)
+        if read == 0:
+            raise _refusal("load_layer", tensor.file, f"must have {begin + count} bytes", begin + done)
+        done += read
+
+
+def _read_exactly(stream: IO[bytes], count: int) -> bytes:
+    """Read as many bytes as there are up to ``count``; one call may return fewer."""
+    parts = []
+    while count > 0 and (part := stream.read(count)):
+        parts.append(part)
+        count -= len(part)
+    return b"".join(parts)
+
+
+def _layer_of(key: str) -> int | None:
+    """Return the number of the layer whose attention a key belongs to, in either spelling; None for any other key."""
+    found = _KEY.match(key)
+    return int(found[1] or found[2]) if found else None
+
+
+def _is_wanted(key: str, layers: frozenset[int] | None) -> bool:
+    return layers is None or _layer_of(key) in layers
 
 
 def _collect(target: Path, layers: Sequence[LayerParams], config: SFAConfig) -> tuple[dict[str, Tensor], str]:

@@ -1,11 +1,15 @@
 """Checkpoints give back what was stored, bit for bit and one layer at a time, and refuse in one line what is broken."""
 
 import json
+import math
+import mmap
 import os
 import pickle
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +25,23 @@ import weights.checkpoint
 from sfa_functional import DEEPSEEK_NAMES, HF_NAMES, TINY, LayerParams, SFAConfig
 from sfa_functional.hf import attention_modules, layer_params
 from sfa_functional.params import NORM_FIELDS, named_fields, param_shapes
-from weights import Checkpoint, check_layers, load_layer, open_checkpoint, save_checkpoint
+from weights import Checkpoint, check_layers, dequantize_blocks, load_layer, open_checkpoint, save_checkpoint
 
 SHARED = replace(TINY, indexer_types=("full", "shared", "full"), index_rope_pairing="interleaved")
 YARN = replace(TINY, yarn=sfa.Yarn(factor=40.0, original_max_position_embeddings=64, mscale_all_dim=1.0))
 CONFIGS = {"tiny": TINY, "shared": SHARED, "yarn": YARN}
+WIDE = replace(  # kv_a_proj has 576 rows, as in the published models; last blocks are partial in both directions
+    TINY,
+    hidden_size=200,
+    num_attention_heads=2,
+    q_lora_rank=136,
+    kv_lora_rank=512,
+    qk_nope_head_dim=72,
+    qk_rope_head_dim=64,
+    v_head_dim=80,
+    index_n_heads=2,
+    index_head_dim=64,
+)
 Q_A = "model.layers.{}.self_attn.q_a_proj.weight"
 
 
@@ -117,27 +133,15 @@ def sharded(tmp_path) -> Path:
 
 @pytest.fixture
 def reads(monkeypatch) -> list[tuple[str, str, int]]:
-    """Every tensor that is read, as (file name, key, bytes); a file that is opened is there even if nothing is read."""
+    """Every tensor that is read, as (file name, key, bytes)."""
     seen: list[tuple[str, str, int]] = []
+    read_bytes = weights.checkpoint._read_bytes
 
-    class Recorded:
-        def __init__(self, file, **options):
-            self.name, self.inner = Path(file).name, safe_open(file, **options)
-            seen.append((self.name, "", 0))
+    def recorded(tensor, begin, target, *others):
+        seen.append((tensor.file.name, tensor.key, target.nbytes))
+        read_bytes(tensor, begin, target, *others)
 
-        def __enter__(self):
-            self.stream = self.inner.__enter__()
-            return self
-
-        def __exit__(self, *error):
-            return self.inner.__exit__(*error)
-
-        def get_tensor(self, key):
-            tensor = self.stream.get_tensor(key)
-            seen.append((self.name, key, tensor.nbytes))
-            return tensor
-
-    monkeypatch.setattr(weights.checkpoint, "safe_open", Recorded)
+    monkeypatch.setattr(weights.checkpoint, "_read_bytes", recorded)
     return seen
 
 
@@ -244,6 +248,238 @@ def test_a_checkpoint_of_transformers_loads_as_the_live_weights(tmp_path, build,
         assert_same(load_layer(checkpoint, layer, config=config), layer_params(module))
 
 
+# fp8 ----------------------------------------------------------------------------------------------------------------
+
+CODED = [field for field in HF_NAMES if field not in NORM_FIELDS and field != "indexer.weights_proj"]
+"""What is fp8 in DeepSeek-V3.2: all projections but the one that is never quantised."""
+
+
+def random_codes(*shape: int) -> Tensor:
+    """Draw every code but the two that are NaN."""
+    code = torch.randint(0, 256, shape, dtype=torch.uint8)
+    return code.masked_fill(code & 0x7F == 0x7F, 0x80).view(torch.float8_e4m3fn)
+
+
+def factors_of(shape: tuple[int, ...]) -> Tensor:
+    """Draw one factor for every block of 128 x 128 that is begun."""
+    return torch.rand(len(range(0, shape[0], 128)), len(range(0, shape[1], 128))) * 3 + 0.01
+
+
+def coded_state(config: SFAConfig, norm_dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+    """Draw a checkpoint as DeepSeek-V3.2 stores it: codes, factors beside them, and the rest."""
+    tensors = state(random_layers(config, torch.bfloat16))
+    for key, x in list(tensors.items()):
+        if x.ndim == 1:
+            tensors[key] = x.to(norm_dtype)
+        elif not key.endswith("weights_proj.weight"):
+            tensors[key], tensors[f"{key}_scale_inv"] = random_codes(*x.shape), factors_of(x.shape)
+    return tensors
+
+
+def multiplied_out(code: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """w[i, j] = float32(code[i, j]) · scale[i // 128, j // 128], then cast."""
+    row, column = (torch.arange(count) // 128 for count in code.shape)
+    return (code.float() * scale[row[:, None], column]).to(dtype)
+
+
+def assert_decoded(params: LayerParams, tensors: dict[str, Tensor], prefix: str, dtype: torch.dtype) -> None:
+    """Equal to the formula in every bit, signs of zeros included."""
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    for field, tensor in named_fields(params):
+        key = prefix + HF_NAMES[field]
+        if f"{key}_scale_inv" in tensors:
+            want = multiplied_out(tensors[key], tensors[f"{key}_scale_inv"], dtype)
+        else:
+            want = tensors[key].to(wide if field in NORM_FIELDS else dtype)
+        assert (tensor.dtype, tensor.shape) == (want.dtype, want.shape), field
+        assert tensor.is_contiguous(), field
+        assert torch.equal(tensor, want), field
+        assert torch.equal(tensor.signbit(), want.signbit()), field
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.float16], ids=str)
+@pytest.mark.parametrize("norm_dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("config", [TINY, WIDE], ids=["below one block", "partial last blocks"])
+def test_fp8_weights_are_multiplied_out_block_by_block_and_cast_once(tmp_path, config, norm_dtype, dtype):
+    tensors = coded_state(config, norm_dtype)
+    checkpoint = open_checkpoint(write(tmp_path / "in", tensors, config))
+    check_layers(checkpoint, config)
+    for layer in range(config.num_layers):
+        params = load_layer(checkpoint, layer, config=config, dtype=dtype)
+        assert_decoded(params, tensors, f"model.layers.{layer}.self_attn.", dtype)
+
+
+def test_the_wide_checkpoint_has_partial_last_blocks_in_both_directions():
+    """What the test above stands on: the numbers of factors, and that a product in bfloat16 would be another one."""
+    tensors = coded_state(WIDE)
+    prefix = "model.layers.0.self_attn."
+    shapes = {field: tuple(tensors[f"{prefix}{HF_NAMES[field]}_scale_inv"].shape) for field in CODED}
+    assert tensors[prefix + HF_NAMES["kv_a_proj"]].shape == (576, 200)
+    assert shapes == {
+        "q_a_proj": (2, 2),
+        "q_b_proj": (3, 2),
+        "kv_a_proj": (5, 2),
+        "kv_b_proj": (3, 4),
+        "o_proj": (2, 2),
+        "indexer.wq_b": (1, 2),
+        "indexer.wk": (1, 2),
+    }
+    code, scale = (tensors[prefix + HF_NAMES["kv_a_proj"] + end] for end in ("", "_scale_inv"))
+    once = multiplied_out(code, scale, torch.bfloat16)
+    assert (multiplied_out(code, scale.bfloat16(), torch.bfloat16) != once).any()
+
+
+def test_codes_and_factors_may_lie_in_different_files(tmp_path):
+    tensors = coded_state(WIDE)
+    path = write_sharded(tmp_path / "in", tensors, lambda key: f"{key[-9:] == 'scale_inv'}-{len(key) % 3}.safetensors")
+    checkpoint = open_checkpoint(path)
+    assert len(set(checkpoint.files.values())) > 4
+    for layer in range(2):
+        params = load_layer(checkpoint, layer, config=WIDE, dtype=torch.bfloat16)
+        assert_decoded(params, tensors, f"model.layers.{layer}.self_attn.", torch.bfloat16)
+
+
+def test_the_stored_dtype_decides_not_the_factors_present(tmp_path):
+    """Only o_proj is fp8; factors beside a weight that is not are never applied."""
+    tensors = coded_state(TINY)
+    for key, x in tensors.items():
+        if x.dtype == torch.float8_e4m3fn and "o_proj" not in key:
+            tensors[key] = torch.randn(x.shape).bfloat16()
+    checkpoint = open_checkpoint(write(tmp_path / "in", tensors))
+    for layer in range(2):
+        prefix = f"model.layers.{layer}.self_attn."
+        left = {key: x for key, x in tensors.items() if "scale_inv" not in key or "o_proj" in key}
+        assert_decoded(load_layer(checkpoint, layer, config=TINY), left, prefix, torch.float32)
+
+
+def test_fp8_loads_under_the_names_of_deepseek_where_factors_are_called_scale(tmp_path):
+    """Its converter writes ``wq_a.weight`` and ``wq_a.scale``."""
+    tensors = coded_state(TINY)
+    renamed = {}
+    for layer in range(2):
+        for field, name in HF_NAMES.items():
+            key, new = f"model.layers.{layer}.self_attn.{name}", f"layers.{layer}.attn.{DEEPSEEK_NAMES[field]}"
+            renamed[new] = tensors[key]
+            if f"{key}_scale_inv" in tensors:
+                renamed[new.removesuffix("weight") + "scale"] = tensors[f"{key}_scale_inv"]
+    checkpoint = open_checkpoint(write(tmp_path / "in", renamed))
+    check_layers(checkpoint, TINY)
+    for layer in range(2):
+        params = load_layer(checkpoint, layer, config=TINY)
+        assert_decoded(params, tensors, f"model.layers.{layer}.self_attn.", torch.float32)
+
+
+@pytest.mark.parametrize("field", CODED)
+def test_fp8_without_its_factors_is_refused_by_name(tmp_path, field):
+    key = "model.layers.1.self_attn." + HF_NAMES[field]
+    tensors = coded_state(TINY)
+    del tensors[f"{key}_scale_inv"]
+    path = write(tmp_path / "in", tensors)
+    for call in both(open_checkpoint(path), TINY, 1):
+        assert_refused(call, path, f"must hold {key}_scale_inv, as {key} is fp8", "no such key")
+
+
+@pytest.mark.parametrize(
+    ("factors", "got"),
+    [
+        (torch.ones(4, 2), "F32 [4, 2]"),  # whole blocks only
+        (torch.ones(5, 1), "F32 [5, 1]"),
+        (torch.ones(2, 5), "F32 [2, 5]"),
+        (torch.ones(5, 3), "F32 [5, 3]"),
+        (torch.ones(10), "F32 [10]"),
+        (torch.ones(5, 2, 1), "F32 [5, 2, 1]"),
+        (torch.ones(576, 200), "F32 [576, 200]"),
+        (torch.ones(()), "F32 []"),
+        (torch.ones(5, 2).bfloat16(), "BF16 [5, 2]"),
+        (torch.ones(5, 2).double(), "F64 [5, 2]"),
+        (torch.ones(5, 2).to(torch.uint8), "U8 [5, 2]"),
+        (torch.ones(5, 2).to(torch.float8_e4m3fn), "F8_E4M3 [5, 2]"),
+    ],
+    ids=str,
+)
+def test_factors_of_another_count_or_dtype_are_refused_with_what_is_expected(tmp_path, factors, got):
+    key = "model.layers.1.self_attn.kv_a_proj_with_mqa.weight_scale_inv"
+    path = write(tmp_path / "in", coded_state(WIDE) | {key: factors}, WIDE)
+    for call in both(open_checkpoint(path), WIDE, 1):
+        assert_refused(call, path / "model.safetensors", f"{key} must be F32 [5, 2]", "block of 128", f"got {got}")
+
+
+@pytest.mark.parametrize("field", sorted(NORM_FIELDS))
+def test_a_norm_stored_as_fp8_is_refused(tmp_path, field):
+    """With factors beside it or without."""
+    key = "model.layers.1.self_attn." + HF_NAMES[field]
+    tensors = coded_state(TINY)
+    tensors |= {key: tensors[key].to(torch.float8_e4m3fn), f"{key}_scale_inv": torch.ones(1)}
+    path = write(tmp_path / "in", tensors)
+    for call in both(open_checkpoint(path), TINY, 1):
+        assert_refused(call, path / "model.safetensors", f"{key} must be F64, F32, F16, BF16; got F8_E4M3")
+
+
+def test_codes_of_another_shape_are_refused_before_their_factors(tmp_path):
+    key = "model.layers.1.self_attn.kv_a_proj_with_mqa.weight"
+    tensors = coded_state(WIDE) | {key: random_codes(640, 200)}  # whole blocks, as code that pads would store
+    path = write(tmp_path / "in", tensors, WIDE)
+    for call in both(open_checkpoint(path), WIDE, 1):
+        assert_refused(call, path / "model.safetensors", f"{key} must be [576, 200]", "got [640, 200]")
+
+
+def decoded_by_hand(byte: int) -> float:
+    """Read an e4m3 code: a sign, four bits of exponent with bias 7, three of mantissa; no infinities."""
+    sign, exponent, mantissa = -1.0 if byte >> 7 else 1.0, byte >> 3 & 15, byte & 7
+    if exponent == 15 and mantissa == 7:
+        return math.nan
+    return sign * (mantissa / 8 * 2.0**-6 if exponent == 0 else (1 + mantissa / 8) * 2.0 ** (exponent - 7))
+
+
+def test_dequantize_blocks_reads_all_256_codes():
+    code = torch.arange(256, dtype=torch.uint8).view(256, 1)
+    got = dequantize_blocks(code.view(torch.float8_e4m3fn), torch.tensor([[0.5], [-2.0]]), torch.float32)
+    want = [[(0.5 if i < 128 else -2.0) * decoded_by_hand(i)] for i in range(256)]
+    torch.testing.assert_close(got, torch.tensor(want), atol=0, rtol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    "shape", [(1, 1), (127, 129), (128, 128), (129, 127), (256, 300), (576, 1), (0, 5), (5, 0), (0, 0)]
+)
+def test_dequantize_blocks_equals_the_formula_at_every_shape(shape, dtype):
+    code, scale = random_codes(*shape), factors_of(shape)
+    got = dequantize_blocks(code, scale, dtype)
+    assert got.dtype == dtype
+    assert torch.equal(got, multiplied_out(code, scale, dtype))
+    assert torch.equal(dequantize_blocks(code.T, scale.T, dtype), got.T)
+
+
+def test_dequantize_blocks_changes_factor_at_rows_and_columns_128():
+    code, scale = torch.ones(129, 130).to(torch.float8_e4m3fn), torch.tensor([[2.0, 3], [5, 7]])
+    got = dequantize_blocks(code, scale, torch.float32)
+    assert got[126:, 126:].tolist() == [[2, 2, 3, 3], [2, 2, 3, 3], [5, 5, 7, 7]]
+
+
+@pytest.mark.parametrize(
+    ("code", "scale", "rule"),
+    [
+        ((576, 200), (4, 2), "scale must be [5, 2]; got [4, 2]"),
+        ((576, 200), (5, 1), "scale must be [5, 2]; got [5, 1]"),
+        ((576, 200), (2, 5), "scale must be [5, 2]; got [2, 5]"),
+        ((576, 200), (10,), "scale must be [5, 2]; got [10]"),
+        ((128, 128), (), "scale must be [1, 1]; got []"),
+        ((128, 128), (2, 2), "scale must be [1, 1]; got [2, 2]"),
+    ],
+)
+def test_dequantize_blocks_refuses_another_number_of_factors(code, scale, rule):
+    with pytest.raises(ValueError) as error:
+        dequantize_blocks(random_codes(*code), torch.ones(scale), torch.float32)
+    assert str(error.value) == f"dequantize_blocks: {rule}"
+
+
+@pytest.mark.parametrize("shape", [(), (5,), (5, 2, 2)])
+def test_dequantize_blocks_refuses_codes_that_are_no_matrix(shape):
+    code, scale = random_codes(*shape), torch.ones((1,) * len(shape))
+    call = partial(dequantize_blocks, code, scale, torch.float32)
+    assert_refused(call, "dequantize_blocks", f"got {list(shape)}")
+
+
 # only what is needed is read ----------------------------------------------------------------------------------------
 
 
@@ -276,6 +512,104 @@ def test_load_layer_opens_only_the_files_that_hold_the_layer(sharded, reads):
     assert {name for name, _, _ in reads} == {"model.layers.1.safetensors"}
 
 
+@pytest.fixture
+def opened(monkeypatch) -> list[str]:
+    """Names of the safetensors files that are opened."""
+    seen: list[str] = []
+    real = Path.open
+
+    def recorded(self, *args, **kwargs):
+        if self.suffix == ".safetensors":
+            seen.append(self.name)
+        return real(self, *args, **kwargs)
+
+    monkeypatch.setattr(Path, "open", recorded)
+    return seen
+
+
+SPELLINGS = {"hugging face": "model.layers.{}.self_attn.q_a_proj.weight", "deepseek": "layers.{}.attn.wq_a.weight"}
+
+
+@pytest.mark.parametrize("layers", [[1], range(10, 12), {0, 5}, [3, 3], [], [2, 99]], ids=str)
+@pytest.mark.parametrize("spelling", SPELLINGS.values(), ids=SPELLINGS)
+def test_open_checkpoint_opens_only_the_files_that_its_layers_need(tmp_path, opened, spelling, layers):
+    """Every other file is rubbish, or is not there; that of layer 1 is not taken for those of 10 and 11."""
+    held = {spelling.format(layer): f"{layer}.safetensors" for layer in range(12)}
+    held |= {f"{key}_scale_inv": f"scale-{name}" for key, name in held.items()}
+    others = {"model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"}
+    others |= {f"model.layers.{i}.mlp.gate_proj.weight" for i in range(12)} | {"layers.1.ffn.w1.weight"}
+    held |= {key: f"other-{i}.safetensors" for i, key in enumerate(sorted(others))}
+    path = write_sharded(tmp_path / "in", {key: torch.zeros(2, 3) for key in held}, held.__getitem__)
+    wanted = {spelling.format(i) + end for i in layers if i < 12 for end in ("", "_scale_inv")}
+    for i, name in enumerate(sorted(set(held.values()) - {held[key] for key in wanted})):
+        (path / name).write_bytes(b"rubbish") if i % 2 else (path / name).unlink()
+    opened.clear()
+
+    checkpoint = open_checkpoint(path, layers=layers)
+
+    assert sorted(opened) == sorted({held[key] for key in wanted})  # each once
+    assert checkpoint.tensors.keys() == checkpoint.files.keys() == wanted
+    assert checkpoint.layers == tuple(sorted(i for i in set(layers) if i < 2))
+    assert_refused(lambda: open_checkpoint(path), "safetensors", "must")
+
+
+def test_without_layers_every_file_is_opened_once(sharded, opened):
+    open_checkpoint(sharded)
+    assert sorted(opened) == ["model.layers.0.safetensors", "model.layers.1.safetensors"]
+
+
+@pytest.mark.parametrize("layers", [[1], (1,), {1}, range(1, 2), iter([1])], ids=lambda x: type(x).__name__)
+def test_layers_may_be_any_collection_and_others_cannot_be_loaded(sharded, layers):
+    (sharded / "model.layers.0.safetensors").unlink()
+    checkpoint = open_checkpoint(sharded, layers=layers)
+    assert_same(load_layer(checkpoint, 1, config=TINY), random_layers(TINY)[1])
+    for call in both(checkpoint, TINY, 0):
+        assert_refused(call, sharded, f"must hold {Q_A.format(0)}", "no such key")
+
+
+def test_layers_choose_the_keys_of_a_single_file_too(tiny):
+    checkpoint = open_checkpoint(tiny, layers=[1])
+    assert checkpoint.tensors.keys() == {key for key in state(random_layers(TINY)) if key.startswith("model.layers.1.")}
+    assert_same(load_layer(checkpoint, 1, config=TINY), random_layers(TINY)[1])
+
+
+def test_an_index_that_points_outside_is_refused_whatever_layers_are_wanted(sharded):
+    weight_map = {Q_A.format(0): "../x.safetensors", Q_A.format(1): "model.layers.1.safetensors"}
+    write_index(sharded, weight_map)
+    rule = "weight_map must name files inside the directory"
+    assert_refused(lambda: open_checkpoint(sharded, layers=[1]), rule, "'../x.safetensors'")
+
+
+@pytest.mark.parametrize("spelling", SPELLINGS.values(), ids=SPELLINGS)
+def test_layers_of_multi_token_prediction_are_counted_apart(tmp_path, spelling):
+    """The model has two layers; what follows is its prediction's. A layer without attention weights is none here."""
+    tensors = {spelling.format(i): torch.zeros(2) for i in (3, 0, 2, 1, 12)}
+    tensors |= {key: torch.zeros(2) for key in ("model.layers.5.mlp.up_proj.weight", "model.layers.6.eh_proj.weight")}
+    checkpoint = open_checkpoint(write(tmp_path / "in", tensors))
+    assert checkpoint.layers == (0, 1)
+    assert checkpoint.mtp_layers == (2, 3, 12)
+
+
+def test_layers_of_multi_token_prediction_are_not_the_models(tmp_path):
+    """A whole layer 2 behind a model of two: nothing asks for it, and `load_layer` does not give it."""
+    tensors = state([*random_layers(TINY), random_layers(TINY)[0]])
+    checkpoint = open_checkpoint(write(tmp_path / "in", tensors))
+    check_layers(checkpoint, TINY)
+    assert (checkpoint.layers, checkpoint.mtp_layers) == ((0, 1), (2,))
+    assert open_checkpoint(tmp_path / "in", layers=[1, 2]).mtp_layers == (2,)
+    assert_refused(lambda: load_layer(checkpoint, 2, config=TINY), "layer must be in 0..1", "got 2")
+
+
+@pytest.mark.parametrize("count", [None, 0, -1, "2", 2.0, True])
+def test_a_model_without_a_number_of_layers_does_not_tell_them_apart(tiny, count):
+    config = TINY.to_hf() | {"num_hidden_layers": count}
+    (tiny / "config.json").write_text(json.dumps(config))
+    checkpoint = open_checkpoint(tiny)
+    for name in ("layers", "mtp_layers"):
+        rule = "num_hidden_layers must be an integer >= 1"
+        assert_refused(lambda name=name: getattr(checkpoint, name), tiny, rule, f"got {count!r}")
+
+
 def test_a_layer_spread_over_files_is_put_together(tmp_path):
     layers = random_layers(TINY)
     path = write_sharded(tmp_path / "in", state(layers), lambda key: f"{len(key) % 5}.safetensors")
@@ -283,6 +617,52 @@ def test_a_layer_spread_over_files_is_put_together(tmp_path):
     assert len(set(checkpoint.files.values())) == 5
     for layer, params in enumerate(layers):
         assert_same(load_layer(checkpoint, layer, config=TINY), params)
+
+
+def before_reads(monkeypatch, act: Callable[[int], object]) -> None:
+    """Call ``act`` with the number of the read before each read of a tensor's bytes."""
+    real, count = os.preadv, iter(range(10**9))
+
+    def preadv(fd: int, buffers: Iterable[Any], offset: int) -> int:
+        act(next(count))
+        return real(fd, buffers, offset)
+
+    monkeypatch.setattr(os, "preadv", preadv)
+
+
+@pytest.mark.parametrize("coded", [False, True])
+def test_no_file_is_mapped_to_memory_during_a_load_or_after_it(tmp_path, monkeypatch, coded):
+    """Pages of a mapped file would count as the process's own; the system lists what is mapped."""
+    tensors = coded_state(TINY) if coded else state(random_layers(TINY))
+    file = write(tmp_path / "unmistakable", tensors) / "model.safetensors"
+
+    def is_mapped() -> bool:
+        return str(file) in Path("/proc/self/maps").read_text()
+
+    seen = []
+    before_reads(monkeypatch, lambda _: seen.append(is_mapped()))
+    params = load_layer(open_checkpoint(file.parent), 1, config=TINY)
+    assert len(seen) >= len(param_shapes(TINY))
+    assert not any(seen)
+    assert not is_mapped()
+    assert params.o_proj.isfinite().all()
+    with file.open("rb") as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ):
+        assert is_mapped()  # the list would have shown it
+
+
+@pytest.mark.parametrize("at_once", [1000, 4096])
+def test_reads_may_come_in_parts(tiny, monkeypatch, at_once):
+    """The system may give less than was asked for; a large tensor is asked for in parts."""
+    real, asked = os.preadv, []
+
+    def preadv(fd: int, buffers: list[Any], offset: int) -> int:
+        asked.append(len(buffers[0]))
+        return real(fd, [buffers[0][: at_once - 1]], offset)
+
+    monkeypatch.setattr(os, "preadv", preadv)
+    monkeypatch.setattr(weights.checkpoint, "CHUNK", at_once)
+    assert_same(load_layer(open_checkpoint(tiny), 1, config=TINY), random_layers(TINY)[1])
+    assert max(asked) == at_once
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -348,6 +728,47 @@ def test_a_bad_config_json_is_refused(tiny, text, rule, got):
     assert_refused(lambda: open_checkpoint(tiny), file, rule, got)
 
 
+def test_a_key_that_stands_twice_is_refused(tiny, sharded):
+    """JSON's own reader would take the last without a word."""
+    config, index = tiny / "config.json", sharded / "model.safetensors.index.json"
+    whole = config.read_text()
+    for text, name in [
+        ('{"hidden_size": 64, "vocab_size": 3, "hidden_size": 64}', "hidden_size"),
+        ('{"rope_parameters": {"rope_theta": 1, "rope_theta": 2}}', "rope_theta"),
+        ('{"x": [{"a": 1}, {"b": 1, "b": 1}]}', "b"),
+    ]:
+        config.write_text(text)
+        assert_refused(lambda: open_checkpoint(tiny), config, "must hold each key once", f"got '{name}' twice")
+    config.write_text(whole)
+    key = Q_A.format(0)
+    index.write_text(f'{{"weight_map": {{"{key}": "a.safetensors", "x": "b", "{key}": "b.safetensors"}}}}')
+    assert_refused(lambda: open_checkpoint(sharded), index, "must hold each key once", f"got '{key}' twice")
+    index.write_text('{"weight_map": {}, "metadata": {}, "weight_map": {}}')
+    assert_refused(lambda: open_checkpoint(sharded), index, "must hold each key once", "got 'weight_map' twice")
+    file, one = tiny / "model.safetensors", json.dumps(entry())
+    write_raw(file, f'{{"{key}": {one}, "{key}": {one}}}'.encode(), b"\0" * 8)
+    assert_refused(lambda: open_checkpoint(tiny), file, "must hold each key once", f"got '{key}' twice")
+    write_raw(file, f'{{"x": {one[:-1]}, "dtype": "F64"}}}}'.encode(), b"\0" * 8)
+    assert_refused(lambda: open_checkpoint(tiny), file, "must hold each key once", "got 'dtype' twice")
+
+
+def test_a_key_that_stands_twice_is_named_in_one_short_line(tiny):
+    (tiny / "config.json").write_text('{"a\\nb": 1, "a\\nb": 2}')
+    assert_refused(lambda: open_checkpoint(tiny), "must hold each key once", r"'a\nb' twice")
+    name = "k" * 10_000
+    (tiny / "config.json").write_text(f'{{"{name}": 1, "{name}": 2}}')
+    with pytest.raises(ValueError) as error:
+        open_checkpoint(tiny)
+    assert len(str(error.value)) < 1000
+
+
+def test_a_key_in_two_files_belongs_to_the_one_that_the_index_names(sharded):
+    first, second = (load_file(sharded / f"model.layers.{i}.safetensors") for i in range(2))
+    save_file(first | second, sharded / "model.layers.0.safetensors")
+    assert_same(load_layer(open_checkpoint(sharded), 1, config=TINY), random_layers(TINY)[1])
+    assert open_checkpoint(sharded).files[Q_A.format(1)].name == "model.layers.1.safetensors"
+
+
 def test_a_directory_in_place_of_a_file_is_refused(tiny):
     (tiny / "model.safetensors").unlink()
     (tiny / "model.safetensors").mkdir()
@@ -402,6 +823,7 @@ def entry(dtype: Any = "F32", shape: Any = (2,), offsets: Any = (0, 8)) -> dict[
         ({"x": entry(offsets=[8, 0])}, "header of 'x' must give", "[8, 0]"),
         ({"x": entry(offsets=[0, 4, 8])}, "header of 'x' must give", "[0, 4, 8]"),
         ({"x": entry(shape=[3])}, "'x' must have 12 bytes, F32 [3]", "got 8"),
+        ({"x": entry("F8_E4M3", [2, 3])}, "'x' must have 6 bytes, F8_E4M3 [2, 3]", "got 8"),
         ({"x": entry(offsets=[4, 12])}, "data of 'x' must begin at byte 0", "got 4"),
         ({"x": entry(), "y": entry(offsets=[4, 12])}, "data of 'y' must begin at byte 8", "got 4"),
         ({"x": entry(), "y": entry(offsets=[12, 20])}, "data of 'y' must begin at byte 8", "got 12"),
@@ -526,14 +948,14 @@ def test_a_wrong_shape_is_refused_by_name(tmp_path, field):
 
 @pytest.mark.parametrize(
     ("dtype", "name"),
-    [(torch.float8_e4m3fn, "F8_E4M3"), (torch.int8, "I8"), (torch.int64, "I64"), (torch.bool, "BOOL")],
+    [(torch.float8_e5m2, "F8_E5M2"), (torch.int8, "I8"), (torch.int64, "I64"), (torch.bool, "BOOL")],
 )
 def test_other_stored_dtypes_are_refused_by_name(tmp_path, dtype, name):
     tensors = state(random_layers(TINY))
     tensors[Q_A.format(1)] = tensors[Q_A.format(1)].to(dtype)
     path = write(tmp_path / "in", tensors)
     for call in both(open_checkpoint(path), TINY, 1):
-        parts = path / "model.safetensors", Q_A.format(1), "not supported in this version", f"got {name}"
+        parts = path / "model.safetensors", Q_A.format(1), "must be F64, F32, F16, BF16 or F8_E4M3", f"got {name}"
         assert_refused(call, *parts)
 
 
@@ -559,13 +981,83 @@ def test_files_that_changed_since_opening_are_refused(tiny):
         return load_layer(checkpoint, 0, config=TINY)
 
     file.write_bytes(whole[:-1])
-    assert_refused(call, "load_layer", file, "must be as when it was opened", "not fully covered")
+    assert_refused(call, "load_layer", file, "must be as when it was opened", "got must hold the 208576 bytes")
     save_file(state(random_layers(TINY, torch.bfloat16)), file)
-    assert_refused(call, "load_layer", file, f"{Q_A.format(0)} must be F32 [32, 64]", "got torch.bfloat16 [32, 64]")
+    assert_refused(call, "load_layer", file, f"{Q_A.format(0)} must be F32 [32, 64]", "got BF16 [32, 64]")
     save_file({"x": torch.zeros(1)}, file)
-    assert_refused(call, "load_layer", file, "must be as when it was opened", Q_A.format(0))
+    assert_refused(call, "load_layer", file, "must hold", "as when it was opened", "no such key")
     file.unlink()
     assert_refused(call, "load_layer", file, "must be as when it was opened", "No such file")
+
+
+def write_backwards(file: Path, tensors: dict[str, Tensor]) -> None:
+    """Write a right file whose tensors lie in the reverse of the usual order."""
+    header, data = {}, b""
+    for key in sorted(tensors, reverse=True):
+        x = tensors[key]
+        header[key] = entry("F32", list(x.shape), [len(data), len(data) + x.nbytes])
+        data += x.numpy().tobytes()
+    write_raw(file, header, data)
+
+
+def test_a_file_replaced_since_opening_by_another_of_the_same_tensors_is_read_as_it_is_now(tiny):
+    checkpoint = open_checkpoint(tiny)
+    layers = random_layers(TINY)
+    write_backwards(tiny / "model.safetensors", state(layers[::-1]))
+    for layer in range(2):
+        assert_same(load_layer(checkpoint, layer, config=TINY), layers[1 - layer])
+
+
+@pytest.mark.parametrize("read", [0, 1, 5])
+def test_a_file_replaced_while_it_is_read_gives_one_file_or_an_error_never_a_mixture(tiny, monkeypatch, read):
+    """Replaced as a download does it: by a rename; the new file has the same tensors in other places."""
+    layers, file, new = random_layers(TINY), tiny / "model.safetensors", tiny / "new"
+    write_backwards(new, state(layers[::-1]))
+    before_reads(monkeypatch, lambda i: new.rename(file) if i == read else None)
+    loaded: list[LayerParams] = []
+    with suppress(ValueError):
+        loaded.append(load_layer(open_checkpoint(tiny), 1, config=TINY))
+    for params in loaded:
+        found = dict(named_fields(params))
+        assert any(all(torch.equal(found[name], x) for name, x in named_fields(layer)) for layer in layers)
+    assert not new.exists()
+
+
+def test_a_file_truncated_while_it_is_read_is_refused(tiny, monkeypatch):
+    """Where a mapped file would end the process."""
+    file = tiny / "model.safetensors"
+    size = file.stat().st_size
+    before_reads(monkeypatch, lambda i: os.truncate(file, size // 2 + 8) if i == 0 else None)
+    checkpoint = open_checkpoint(tiny)
+    assert_refused(lambda: load_layer(checkpoint, 1, config=TINY), "load_layer", file, "must have", "bytes", "got")
+
+
+def test_an_error_of_the_disk_while_reading_is_told_in_one_line(tiny, monkeypatch):
+    def broken(i: int) -> None:
+        if i == 3:
+            raise OSError(5, "Input/output error")
+
+    before_reads(monkeypatch, broken)
+    checkpoint = open_checkpoint(tiny)
+    parts = "load_layer", tiny / "model.safetensors", "must be as when it was opened", "got Input/output error"
+    assert_refused(lambda: load_layer(checkpoint, 1, config=TINY), *parts)
+
+
+@pytest.mark.parametrize("change", ["codes", "factors", "factors gone"])
+def test_fp8_that_changed_since_opening_is_refused(tmp_path, change):
+    tensors = coded_state(TINY)
+    file = write(tmp_path / "in", tensors) / "model.safetensors"
+    checkpoint, key = open_checkpoint(file.parent), Q_A.format(1)
+    if change == "codes":
+        save_file(tensors | {key: tensors[key].bfloat16()}, file)
+        parts = f"{key} must be F8_E4M3 [32, 64] as when it was opened", "got BF16 [32, 64]"
+    elif change == "factors":
+        save_file(tensors | {f"{key}_scale_inv": torch.ones(2, 1)}, file)
+        parts = f"{key}_scale_inv must be F32 [1, 1] as when it was opened", "got F32 [2, 1]"
+    else:
+        save_file({name: x for name, x in tensors.items() if name != f"{key}_scale_inv"}, file)
+        parts = f"must hold {key}_scale_inv as when it was opened", "no such key"
+    assert_refused(lambda: load_layer(checkpoint, 1, config=TINY), "load_layer", file, *parts)
 
 
 # saving leaves all or nothing ---------------------------------------------------------------------------------------

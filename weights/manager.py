@@ -1,0 +1,262 @@
+"""A ring of layers as a value: take the next layer, start the fetch of a later one."""
+
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from sfa_functional import LayerParams
+from sfa_functional.precision import require
+
+from .ring_buffer import make_slots, mark_written, slot_bytes, slot_views, spoil
+from .ring_schedule import num_slots
+from .sources import Fetch, Source
+
+
+@dataclass(frozen=True, eq=False)
+class Ring:
+    """Layers that pass through a few slots; made by `open_ring`, used once: each function returns the next value."""
+
+    state: "_State"
+    generation: int
+
+    @property
+    def layer(self) -> int:
+        """The layer that `take` returns next."""
+        state = self.state
+        return state.source.layers[state.step % len(state.source.layers)]
+
+    @property
+    def slots(self) -> int:
+        """Number of slots."""
+        return len(self.state.slots)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all slots; what the source itself keeps is not counted."""
+        return sum(slot.numel() for slot in self.state.slots)
+
+
+def open_ring(
+    source: Source, *, prefetch: int = 1, copy: bool = False, debug: bool = False, passes: int | None = None
+) -> Ring:
+    """Allocate the slots of a ring and start fetching its first layers.
+
+    The plan is `ring_schedule`'s: ``min(prefetch + 1, n)`` slots, the first ``min(prefetch, n)`` layers fetched here.
+
+    Args:
+        source: where layers come from. On many ranks, all open it alike, take alike and start alike.
+        prefetch: how many steps ahead a layer is fetched, >= 0.
+        copy: `take` returns tensors of their own, which stay valid.
+        debug: fill a slot with NaN as soon as its layer is no longer valid.
+        passes: how often all layers will be taken; None is without end: the last steps fetch the first layers again.
+
+    Returns:
+        The ring, to be closed with `close_ring` (`stream_layers` does it itself).
+
+    Raises:
+        ValueError: a prefetch or a number of passes out of range.
+
+    Cost: the slots' memory; returns without waiting for the layers.
+    """
+    require(type(prefetch) is int and prefetch >= 0, "open_ring", "prefetch must be an integer >= 0", repr(prefetch))
+    known = passes is None or (type(passes) is int and passes >= 1)
+    require(known, "open_ring", "passes must be an integer >= 1 or None", repr(passes))
+    count = len(source.layers)
+    size = max(slot_bytes(source.layout(layer), multiple=source.slot_multiple) for layer in source.layers)
+    slots = make_slots(num_slots(count, prefetch) if size else 0, size, source.device)
+    state = _State(source, slots, prefetch, copy, debug, None if passes is None else passes * count)
+    for _ in range(min(prefetch, count)):
+        state.start()
+    return Ring(state, state.generation)
+
+
+def take(ring: Ring, layer: int) -> tuple[LayerParams, Ring]:
+    """Wait for the next layer and return its parameters.
+
+    Args:
+        ring: must not be used again.
+        layer: global number; must be the next one of the series, so that a loop which lost count is found out.
+
+    Returns:
+        ``(params, ring)``. The parameters are views of a slot, valid until the next `take`; later, autograd raises
+        where it still needs them. With ``copy=True`` they stay valid.
+
+    Raises:
+        ValueError: a ring that was used already or is closed, another layer than the next, one that is past the last
+            pass, or what a source refuses.
+        RuntimeError: the fetch failed; the message names the layer. The ring can then only be closed.
+
+    Gradients: none to the source: training takes layers through `checkpoint_layer`.
+    """
+    state = ring.state
+    state.require_newest(ring, "take")
+    state.require_next(layer)
+    state.generation += 1
+    params = state.take(layer)
+    return params, Ring(state, state.generation)
+
+
+def start_next(ring: Ring) -> Ring:
+    """Start the next fetch, that of the layer ``prefetch`` steps after the one taken last.
+
+    To be called while that layer is at work, once the link is free: after its key gather has started. `take` makes up
+    for it where it was left out; a second call in one step does nothing.
+
+    Args:
+        ring: must not be used again.
+
+    Returns:
+        The ring.
+
+    Raises:
+        ValueError: a ring that was used already or is closed.
+    """
+    state = ring.state
+    state.require_newest(ring, "start_next")
+    state.generation += 1
+    state.start_due()
+    return Ring(state, state.generation)
+
+
+def close_ring(ring: Ring) -> None:
+    """Drop reads that have not begun, wait for one that has, stop threads and free the slots.
+
+    May be called twice, and on any value of the ring. Collectives under way are not waited for: after an error of this
+    rank alone, others may never join them.
+    """
+    ring.state.close()
+
+
+def stream_layers(
+    source: Source, *, prefetch: int = 1, copy: bool = False, debug: bool = False, progress: bool = False
+) -> Iterator[tuple[int, LayerParams]]:
+    """Iterate once over a source's layers, fetching ahead.
+
+    Args:
+        source: where layers come from.
+        prefetch: how many layers ahead.
+        copy: yield tensors of their own.
+        debug: fill freed slots with NaN.
+        progress: show a bar in the terminal.
+
+    Yields:
+        ``(layer, params)``; the parameters are valid until the next step.
+
+    Raises:
+        ValueError, RuntimeError: as `open_ring` and `take`.
+
+    Leaving the loop early, also by an exception, ends threads and pending reads.
+    """
+    ring = open_ring(source, prefetch=prefetch, copy=copy, debug=debug, passes=1)
+    try:
+        for layer in _shown(source.layers, progress):
+            params, ring = take(ring, layer)
+            ring = start_next(ring)
+            yield layer, params
+    finally:
+        close_ring(ring)
+
+
+def _shown(layers: range, progress: bool) -> Iterator[int]:
+    if not progress:
+        return iter(layers)
+    from rich.progress import track
+
+    return iter(track(layers, description="layers"))
+
+
+class _State:
+    """What all values of one ring share. Fetch i is that of the layer used in step i; they start in this order."""
+
+    def __init__(
+        self, source: Source, slots: list[Tensor], prefetch: int, copy: bool, debug: bool, last: int | None
+    ) -> None:
+        self.source, self.slots, self.last = source, slots, last
+        self.prefetch = min(prefetch, len(source.layers))
+        self.copy, self.debug = copy, debug
+        self.generation = 0
+        self.step = 0  # the next use
+        self.fetch = 0  # the next fetch
+        self.held: list[int | None] = [None] * len(slots)
+        self.pending: dict[int, Fetch | Exception] = {}  # by fetch
+        self.closed = False
+
+    def require_newest(self, ring: Ring, function: str) -> None:
+        """Refuse a value that was used already."""
+        require(not self.closed, function, "the ring must be open", "a closed one")
+        rule = "a ring must be used once; take the value that the last call returned"
+        require(ring.generation == self.generation, function, rule, f"value {ring.generation} of {self.generation}")
+
+    def require_next(self, layer: int) -> None:
+        layers = self.source.layers
+        require(layer in layers, "take", f"layer must be in {layers.start}..{layers.stop - 1}", layer)
+        expected = layers[self.step % len(layers)]
+        require(layer == expected, "take", f"layers must be taken in order, {expected} is next", layer)
+        passed = self.last is not None and self.step >= self.last
+        require(not passed, "take", f"all {self.last} layers of the passes were taken", layer)
+
+    def start(self) -> None:
+        """Start the next fetch, unless its layer lies in its slot already or is past the end."""
+        i, self.fetch = self.fetch, self.fetch + 1
+        if not self.slots or (self.last is not None and i >= self.last):
+            return
+        layer, place = self.source.layers[i % len(self.source.layers)], i % len(self.slots)
+        if self.held[place] == layer:
+            return
+        self.held[place] = layer
+        mark_written(self.slots[place])  # from now on the old values are not to be counted on
+        try:
+            self.pending[i] = self.source.start(layer, self.slots[place])
+        except Exception as error:  # it is the take of this layer that fails
+            self.pending[i] = error
+
+    def start_due(self) -> None:
+        while self.fetch < self.step + self.prefetch:
+            self.start()
+
+    def take(self, layer: int) -> LayerParams:
+        self.start_due()
+        while self.fetch <= self.step:
+            self.start()
+        i, self.step = self.step, self.step + 1
+        if self.debug and self.slots and i > 0:
+            freed = (i - 1) % len(self.slots)
+            if len(self.slots) < len(self.source.layers) and self.pending.get(i - 1 + len(self.slots)) is None:
+                spoil(self.slots[freed])
+                self.held[freed] = None
+        try:
+            fetch = self.pending.pop(i, None)
+            if isinstance(fetch, Exception):
+                raise fetch
+            if fetch is not None:
+                fetch.wait()
+                mark_written(self.slots[i % len(self.slots)])
+            views = slot_views(self.slots[i % len(self.slots)], self.source.layout(layer)) if self.slots else {}
+            params = self.source.params(layer, views)
+        except Exception as error:
+            self.generation += 1  # no value is left to go on with
+            kind = ValueError if isinstance(error, ValueError) else RuntimeError
+            raise kind(f"take: layer {layer} could not be fetched: {error}") from error
+        return tree_map(_clone, params) if self.copy else params
+
+    def close(self) -> None:
+        if self.closed:
+            return
+        self.closed = True
+        fetches = [fetch for fetch in self.pending.values() if not isinstance(fetch, Exception)]
+        cancels = [fetch.cancel for fetch in reversed(fetches) if hasattr(fetch, "cancel")]  # the last before it begins
+        waits = [fetch.wait for fetch in fetches if not hasattr(fetch, "cancel")]
+        for end in (*cancels, *waits):
+            with suppress(Exception):
+                end()
+        self.pending.clear()
+        self.source.close()
+        self.slots.clear()
+
+
+def _clone(x: Any) -> Any:
+    return x.clone() if isinstance(x, Tensor) else x
