@@ -529,6 +529,16 @@ class TestClosingEarly:
             assert seen == [0, 1, 2, 3, 4]
             assert threading.enumerate() == before
 
+    def test_a_fetch_that_can_be_cancelled_is_not_waited_for(self, monkeypatch):
+        """The last one first, so that none begins meanwhile."""
+        cancel = lambda arrival: arrival.source.log.append(("cancel", arrival.layer))  # noqa: E731
+        monkeypatch.setattr(Arrival, "cancel", cancel, raising=False)
+        source = late(6)
+        _, ring = take(open_ring(source, prefetch=3), 0)
+        close_ring(start_next(ring))
+        assert source.log[-4:] == [("cancel", 3), ("cancel", 2), ("cancel", 1), ("close",)]
+        assert [event for event in source.log if event[0] == "wait"] == [("wait", 0)]
+
     def test_reads_that_have_not_begun_are_dropped(self, checkpoint, slow_reads):
         path, _ = checkpoint
         gate, begun = slow_reads

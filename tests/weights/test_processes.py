@@ -390,6 +390,40 @@ class TestRings:
 
         assert on_processes(size, tmp_path, body) == [[]] * size
 
+    def test_a_loop_left_early_leaves_the_group_in_order(self, tmp_path):
+        """What was under way then arrives in memory that nobody looks at; what comes after is right."""
+        layers = random_layers(torch.float32)
+
+        def body(rank: int) -> list[str]:
+            wrong = []
+            for (name, source), prefetch in itertools.product(make_sources(rank, 2, layers).items(), (0, 1, 3)):
+                for _ in range(3):
+                    for layer, params in stream_layers(source, prefetch=prefetch):
+                        if not same(params, layers[layer]):
+                            wrong.append(f"{name} {prefetch} {layer}")
+                        if layer == 1:
+                            break
+                kept = [params for _, params in stream_layers(source, prefetch=prefetch, copy=True)]
+                wrong += [
+                    f"{name} {prefetch}" for params, want in zip(kept, layers, strict=True) if not same(params, want)
+                ]
+            return wrong
+
+        assert on_processes(2, tmp_path, body) == [[], []]
+
+    @pytest.mark.parametrize("kind", ["None", "shards"])
+    def test_a_rank_that_gives_up_alone_does_not_wait_for_the_others(self, kind, tmp_path):
+        layers = random_layers(torch.float32)
+
+        def body(rank: int) -> float:
+            source = make_sources(rank, 2, layers)[kind]
+            begin = time.monotonic()
+            _, ring = take(open_ring(source, prefetch=0 if rank == 0 else 3), 0)
+            close_ring(ring)
+            return time.monotonic() - begin
+
+        assert max(on_processes(2, tmp_path, body)) < 10
+
     def test_fp8_layers_arrive_and_are_multiplied_out(self, tmp_path):
         layers = random_layers(torch.bfloat16)
         stored, want = [], []
@@ -435,10 +469,13 @@ class TestRings:
         moving, still = ["raised", "raised", "gradient"], ["gradient"] * 3
         assert on_processes(2, tmp_path, body) == [moving * 2 + still * 2 + moving] * 2
 
-    @pytest.mark.parametrize("size", SIZES)
-    @pytest.mark.parametrize("fields", [None, LARGE])
-    def test_training_gives_the_owners_the_gradients_of_one_process(self, size, fields, tmp_path):
-        config = replace(sfa.TINY, indexer_types=("full", "shared", "full", "full"))
+    @pytest.mark.parametrize(
+        ("size", "fields", "learns"),
+        [(2, None, True), (2, LARGE, True), (2, None, False), (4, None, True), (4, LARGE, True), (4, None, False)],
+    )
+    def test_training_gives_the_owners_the_gradients_of_one_process(self, size, fields, learns, tmp_path):
+        """With four processes, one has no layer; where the input does not learn it has nothing that does."""
+        config = replace(sfa.TINY, indexer_types=("full", "shared", "full"))
         lengths, layers = (9, 4), random_layers(torch.float64, config)
         batch, split = sfa.Batch.from_lengths(lengths), split_tokens(lengths, size, layout="zigzag")
         generator = torch.Generator().manual_seed(5)
@@ -447,7 +484,7 @@ class TestRings:
         def learning() -> list[dict[str, torch.Tensor]]:
             return [{name: x.clone().requires_grad_() for name, x in tensors.items()} for tensors in layers]
 
-        alone, inputs, selection = learning(), x_TD.clone().requires_grad_(), None
+        alone, inputs, selection = learning(), x_TD.clone().requires_grad_(learns), None
         y_TD = inputs
         for tensors in alone:
             params = params_from_fields(tensors)
@@ -466,22 +503,23 @@ class TestRings:
                 out = context_parallel_layer(params, x_tD, batch, keys, selection=given, **named)
                 return x_tD + out.y_TD, out.selection_TK
 
-            mine = split.scatter(x_TD).unflatten(0, (size, -1))[rank].clone().requires_grad_()
+            mine = split.scatter(x_TD).unflatten(0, (size, -1))[rank].clone().requires_grad_(learns)
             y_tD, selection, ring = mine, None, open_ring(from_owners(moved, kept, fields=fields), passes=1)
-            for i in range(4):
+            for i in range(3):
                 (y_tD, selection), ring = checkpoint_layer(layer, ring, i, y_tD, selection)
             close_ring(ring)
             y_tD.square().sum().backward()
-            pairs = [(split.gather(keys.all_gather(mine.grad)), inputs.grad)]
+            pairs = [(split.gather(keys.all_gather(mine.grad)), inputs.grad)] if learns else []
             for i, tensors in kept.items():
                 for name, x in tensors.items():
                     got = torch.zeros_like(x) if x.grad is None else x.grad
                     if fields is not None and name not in fields:
                         got = keys.all_reduce(got)  # a tensor that all keep: each has its part
                     pairs.append((got, alone[i][name].grad))
-            return max(
-                float((got - (torch.zeros_like(got) if want is None else want)).abs().max()) for got, want in pairs
-            )
+            apart = [
+                (got - (torch.zeros_like(got) if want is None else want)).abs().max().item() for got, want in pairs
+            ]
+            return max(apart, default=0.0)
 
         largest = max(float(x.grad.abs().max()) for tensors in alone for x in tensors.values() if x.grad is not None)
         assert max(on_processes(size, tmp_path, body)) <= 1e-12 * largest

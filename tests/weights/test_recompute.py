@@ -553,6 +553,14 @@ class TestRanks:
         loss(y_TD).backward()
         assert_same_gradients(layers, x_TD, Plain(learning(torch.float64), hidden(torch.float64, learns=False)))
 
+    def test_a_simulated_rank_that_has_nothing_to_learn_is_named(self):
+        """More ranks than layers and an input without grad: an error, never a wrong gradient."""
+        layers, x_TD = learning(torch.float64), hidden(torch.float64, learns=False)
+        y_TD = stack_on_ranks(5)(layers, x_TD)
+        with pytest.raises(RuntimeError, match="rank 4: returned"):
+            loss(y_TD).backward()
+        assert all(x.grad is None for tensors in layers for x in tensors.values())
+
     @pytest.mark.parametrize("prefetch", [0, 1, 2])
     @pytest.mark.parametrize("fields", [None, LARGE])
     def test_without_checkpoint_layer_the_backward_pass_raises(self, prefetch, fields):
