@@ -36,12 +36,26 @@ class CacheSplit:
             require(type(value) is int and value >= 1, "CacheSplit", f"{name} must be an integer >= 1", repr(value))
 
     def owner(self, position: Int[Tensor, "*shape"]) -> Int[Tensor, "*shape"]:
-        """Return the rank that holds each position; -1 for a negative one."""
+        """Return the rank that holds each position, ``(p // interleave) mod N``.
+
+        Args:
+            position: positions within a request, of any shape; negative ones are nobody's.
+
+        Returns:
+            int64 ranks; -1 for a negative position.
+        """
         position = position.long()
         return torch.where(position >= 0, position // self.interleave % self.num_ranks, -1)
 
     def local_position(self, position: Int[Tensor, "*shape"]) -> Int[Tensor, "*shape"]:
-        """Return each position's row on its owner, counted within its request; -1 for a negative one."""
+        """Return each position's row on its owner, ``p // (N · interleave) · interleave + p mod interleave``.
+
+        Args:
+            position: positions within a request, of any shape; negative ones are nobody's.
+
+        Returns:
+            int64 rows, counted within the request; -1 for a negative position.
+        """
         position = position.long()
         local = position // (self.num_ranks * self.interleave) * self.interleave + position % self.interleave
         return torch.where(position >= 0, local, -1)
@@ -53,10 +67,12 @@ class CacheSplit:
         ``rest = len - base · N``.
 
         Args:
-            seq_len_B: lengths, >= 0.
+            seq_len_B: lengths, >= 0; nothing looks at them, that would wait.
 
         Returns:
             int64, one row per rank; a column sums to the length.
+
+        Cost: N·B integers on the lengths' device.
         """
         base_B = seq_len_B.long() // (self.interleave * self.num_ranks) * self.interleave
         first_N1 = torch.arange(self.num_ranks, device=seq_len_B.device)[:, None] * self.interleave
@@ -124,6 +140,16 @@ class CacheSplit:
         Logical block ``u·N + c`` is page u of rank c, so this is ``((local // size) · N + owner) · size + local mod
         size``: the position itself where ``interleave`` is the block size. `token_slots` over a table of gathered
         blocks (`gathered_block_table`, `compact_block_table`) then says in which row it lies.
+
+        Args:
+            position: positions within a request, of any shape.
+            block_size: rows of a page.
+
+        Returns:
+            int64, of the same shape.
+
+        Raises:
+            ValueError: block_size < 1.
         """
         require(block_size >= 1, "CacheSplit.gathered_position", "block_size must be >= 1", block_size)
         local = self.local_position(position)

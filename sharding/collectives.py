@@ -277,6 +277,7 @@ def gather_rows_start(comm: Collectives, *tensors: Shaped[Tensor, "rows *_"]) ->
 
     Gradients: of each tensor, by one reduce_scatter, where all have one dtype.
     Cost: one gather; a copy of the rows on each side.
+    Source: one packed gather for several small ones, vllm-project/vllm-ascend#12984.
     """
     _require_rows("gather_rows_start", tensors)
     shapes, dtypes = [x.shape[1:] for x in tensors], [x.dtype for x in tensors]
@@ -347,14 +348,18 @@ def distributed_collectives(group: Any = None) -> Collectives:
     Args:
         group: a ``ProcessGroup``; None is the default one. Weights want a group of their own
             (``torch.distributed.new_group``): a small collective waits behind a large broadcast of the same group.
+            Give that group its ``timeout=``: it does not take over the one of ``init_process_group``, and a rank that
+            died is noticed only then.
 
     Returns:
-        One axis's collectives, with the gradients of this module's table. Sums are taken in the tensor's own dtype, by
-        the backend.
+        One axis's collectives. Sums are taken in the tensor's own dtype, by the backend.
 
     Raises:
-        RuntimeError: no process group was made.
+        RuntimeError: no process group was made; in a collective, what the backend can't move (gloo: int16) or a rank
+            that is gone.
 
+    Gradients: those of this module's table.
+    Cost: a reduce_scatter sends as much as an all_reduce: gloo has the former for some dtypes only.
     Source: torch.distributed.
     """
     return DifferentiableCollectives(_DistributedTransport(group))

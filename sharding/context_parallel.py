@@ -112,8 +112,8 @@ def context_parallel_layer(
     Gradients: of x, the weights and the cache, summed over ranks as `collectives` says; none to the indexer, as in
         `sfa_layer`.
     Cost: per rank C of T tokens. Sends C·(E + I)·(N - 1) values in one gather (without I where there are no index keys;
-        nothing where ``split`` is None). "gathered" sends each large matrix's shard N - 1 times; "exchanged" C·H·V
-        values (N - 1 times, all_to_all) and C·D (N - 1 times, reduce_scatter). A sharded cache adds what
+        nothing where ``split`` is None). "gathered" sends each large matrix's shard N - 1 times; "exchanged"
+        C·H·V·(N - 1)/N values by all_to_all and C·D·(N - 1) by reduce_scatter. A sharded cache adds what
         `attend_by_queries` or `attend_by_blocks` sends, a ``heads_comm`` an all_reduce of C·D values. The backward
         pass sends the transposed collectives, as much again.
     Source: the prefill context parallelism of vllm-project/vllm-ascend; merging by log-sum-exp as in Liu et al.,
@@ -221,6 +221,8 @@ def shard_flat(params: LayerParams, num_ranks: int) -> LayerParams:
         ValueError: N < 1.
 
     Gradients: of the matrices; what reaches the padding is dropped.
+    Cost: a copy of the matrices that need padding.
+    Source: the flat parameters of Zhao et al., "PyTorch FSDP" (2023), section 3.2.
     """
     known = type(num_ranks) is int and num_ranks >= 1
     require(known, "shard_flat", "num_ranks must be an integer >= 1", repr(num_ranks))
@@ -325,6 +327,7 @@ def _check_cache(
     cache_split: CacheSplit | None,
     donate: bool,
 ) -> Int32[Tensor, "B U"] | None:
+    """Refuse pools and pages that the batch's tokens do not fit; return the table of the latents' pages."""
     pools = [cache.kv] if isinstance(cache, JointCache) else [cache.latent, cache.rope]
     fits = sum(pool.shape[-1] for pool in pools) == config.key_width and all(p.dtype == x_tD.dtype for p in pools)
     got = [(pool.shape[-1], pool.dtype) for pool in pools]

@@ -30,6 +30,8 @@ def layer_flops(config: SFAConfig) -> LayerFlops:
 
     Returns:
         `LayerFlops` of a layer with an indexer of its own. At V3.2's sizes 402 128 896, 16 384 and 278 528.
+
+    Source: the products of `sfa_functional.latent` and `sfa_functional.indexer`, one by one.
     """
     d, h, q = config.hidden_size, config.num_attention_heads, config.q_lora_rank
     p, v, e = config.qk_nope_head_dim, config.v_head_dim, config.key_width
@@ -50,6 +52,9 @@ def token_flops(config: SFAConfig, visible_T: Int[Tensor, " T"]) -> Float[Tensor
 
     Returns:
         float64 operations per token.
+
+    Cost: vector operations on T numbers.
+    Source: `layer_flops`.
     """
     flops = layer_flops(config)
     selected_T = visible_T.clamp(max=config.index_topk)

@@ -27,9 +27,9 @@ def shard_map(fn: Callable[..., Any], mesh: SimulatedMesh, *, in_specs: Any, out
 
     Args:
         fn: the body. Tensors that need gradients must come to it as arguments or in trees of them (a module is none:
-            pass ``dict(module.named_parameters())``); others may be closed over. It must not
-            change its arguments in place: they share the caller's memory, and each other's where they are replicated
-            (``donate=True`` means just that).
+            pass ``dict(module.named_parameters())``); others may be closed over. It must not change its arguments in
+            place: they share the caller's memory, and each other's where they are replicated (``donate=True`` means
+            just that).
         mesh: from `simulated_mesh`.
         in_specs: a `P` for each argument, or a tree of them whose leaves stand for whole subtrees of it. A single `P`
             stands for all arguments. Arguments that are not tensors reach every rank as they are.

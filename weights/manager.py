@@ -51,7 +51,8 @@ def open_ring(
         source: where layers come from. On many ranks, all open it alike, take alike and start alike.
         prefetch: how many steps ahead a layer is fetched, >= 0.
         copy: `take` returns tensors of their own, which stay valid.
-        debug: fill a slot with NaN as soon as its layer is no longer valid.
+        debug: fill a slot with NaN as soon as its layer is no longer valid. One that is refilled at once (prefetch 0,
+            or `start_next` right after `take`) may hold the next layer instead.
         passes: how often all layers will be taken; None is without end: the last steps fetch the first layers again.
 
     Returns:
@@ -61,6 +62,7 @@ def open_ring(
         ValueError: a prefetch or a number of passes out of range.
 
     Cost: the slots' memory; returns without waiting for the layers.
+    Source: the layer-sharded weights of vllm-project/vllm-ascend.
     """
     require(type(prefetch) is int and prefetch >= 0, "open_ring", "prefetch must be an integer >= 0", repr(prefetch))
     known = passes is None or (type(passes) is int and passes >= 1)

@@ -35,7 +35,8 @@ def checkpoint_layer(fn: Callable[..., Any], ring: Ring, layer: int, *inputs: An
 
     Gradients: of the inputs, and of the source's tensors that require grad: those given to `resident`, and those of
         `from_owners`, where the gradients of what is broadcast are summed over ranks on the owner. Once, not twice;
-        by ``backward()``, not by ``func.grad``. On many ranks all must run the backward pass.
+        by ``backward()``, not by ``func.grad``. On many ranks all must run the backward pass; a simulated rank that
+        owns nothing that learns, and whose inputs do not learn either, cannot, and is named in an error.
     Cost: a second fetch and a second run of ``fn``; keeps the inputs.
     Source: Chen et al., "Training deep nets with sublinear memory cost" (2016).
     """
