@@ -181,7 +181,8 @@ class _Turns:
         if self.record is not None:
             sent = _bytes_sent(collective, x, len(group), member == source)
             self.record.append(Transfer(rank, axes, collective, self.phase, tuple(x.shape), sent))
-        return _SimulatedPending(self, meeting, member, out)
+        there = collective == "broadcast" and member == source and out is not None and out.data_ptr() == x.data_ptr()
+        return _SimulatedPending(self, meeting, member, out, there)
 
     def wait(self, meeting: "_Meeting", member: int) -> Tensor:
         """Let others run until all of them have come."""
@@ -276,12 +277,15 @@ class _Meeting:
 
 
 class _SimulatedPending:
-    def __init__(self, turns: _Turns, meeting: _Meeting, member: int, out: Tensor | None) -> None:
+    def __init__(self, turns: _Turns, meeting: _Meeting, member: int, out: Tensor | None, there: bool) -> None:
         self._turns, self._meeting, self._member, self._out = turns, meeting, member, out
+        self._there = there  # a source's own tensor holds the result already
 
     def wait(self) -> Tensor:
         result = self._turns.wait(self._meeting, self._member)
-        return result if self._out is None else self._out.copy_(result)
+        if self._out is None:
+            return result
+        return self._out if self._there else self._out.copy_(result)
 
 
 def _sum(parts: list[Tensor]) -> Tensor:

@@ -77,6 +77,34 @@ def make_slots(count: int, num_bytes: int, device: torch.device | str | None = N
     return [torch.empty(num_bytes, dtype=torch.uint8, device=device) for _ in range(count)]
 
 
+def lay_out(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Copy a layer into one piece of memory, where it lies as in a slot, and return it as views of that."""
+    layout = layout_of(tensors)
+    device = next((x.device for x in tensors.values()), None)
+    whole = torch.zeros(slot_bytes(layout), dtype=torch.uint8, device=device)
+    fill_slot(whole, tensors)
+    return slot_views(whole, layout)
+
+
+def laid_out(tensors: Mapping[str, Tensor]) -> Tensor | None:
+    """Return the memory that tensors lie in as in a slot, or None where they lie elsewhere."""
+    layout = layout_of(tensors)
+    first = next(iter(tensors.values()), None)
+    if first is None:
+        return None
+    memory, start = first.untyped_storage(), _first_byte(first)
+    if start % ALIGNMENT or memory.nbytes() < start + slot_bytes(layout):
+        return None
+    expected = start
+    for x in tensors.values():
+        beside = x.numel() == 0 or _first_byte(x) == expected
+        if not (beside and x.is_contiguous() and x.untyped_storage().data_ptr() == memory.data_ptr()):
+            return None
+        expected += _aligned(x.numel() * x.element_size())
+    whole = torch.empty(0, dtype=torch.uint8, device=first.device)
+    return whole.set_(memory, start, (slot_bytes(layout),), (1,))
+
+
 def fill_slot(slot: Tensor, tensors: Mapping[str, Tensor]) -> None:
     """Copy a layer into a slot, bit for bit."""
     with torch.no_grad():
@@ -102,6 +130,10 @@ def spoil(slot: Tensor) -> None:
 
 def _bytes(x: Tensor) -> Tensor:
     return x.detach().contiguous().view(-1).view(torch.uint8) if x.numel() else x.new_empty(0, dtype=torch.uint8)
+
+
+def _first_byte(x: Tensor) -> int:
+    return int(x.storage_offset()) * x.element_size()
 
 
 def _aligned(count: int) -> int:

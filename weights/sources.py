@@ -9,6 +9,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
+from torch.autograd import Function
 
 from sfa_functional import LayerParams, SFAConfig
 from sfa_functional.params import named_fields, params_from_fields
@@ -25,7 +26,7 @@ from .checkpoint import (
     read_stored,
     stored_layer,
 )
-from .ring_buffer import Layout, TensorSpec, fill_slot, layout_of, slot_bytes, slot_views
+from .ring_buffer import Layout, TensorSpec, fill_slot, laid_out, lay_out, layout_of, slot_bytes, slot_views
 
 
 @runtime_checkable
@@ -148,14 +149,18 @@ def from_owners(
         fields: field paths (``"q_b_proj"``, ``"indexer.wq_b"``) that only the owner keeps; None is all.
 
     Returns:
-        A source, alike on every rank.
+        A source, alike on every rank. Of an owner's own layer `take` returns its own tensors, which stay valid; they
+        must not be changed between the start of a fetch and its `take`.
 
     Raises:
         ValueError: the same on every rank: an unknown field, layers that are not consecutive, an owner without its
             layer, or a field that is missing on a rank or not the same everywhere in dtype and shape.
 
+    Gradients: none to what is broadcast; where that requires grad, a backward pass that needs it raises and names
+        `checkpoint_layer`.
     Cost: this call gathers a description of every rank's tensors. Resident: 1/N of the layers' fields that are
-        broadcast, and all of the others.
+        broadcast, and all of the others. The owner sends from where `owned_layers` laid its tensors; others, such as
+        those that learn, it first copies into the slot.
     Source: the layer-sharded linear weights of vllm-project/vllm-ascend.
     """
     return _FromOwners(comm, {layer: _by_field(layer_) for layer, layer_ in local_layers.items()}, fields)
@@ -171,6 +176,9 @@ def owned_layers(
 ) -> dict[int, dict[str, Tensor]]:
     """Keep what one rank needs for `from_owners`: its own layers, and of the others what is not broadcast.
 
+    What this rank will broadcast of a layer is copied into one piece of memory, from which it can be sent; tensors
+    that require grad stay the caller's own, and so does all that is not broadcast.
+
     Args:
         layers: all layers, in order.
         rank: whose part.
@@ -179,18 +187,25 @@ def owned_layers(
         fields: as `from_owners` takes them.
 
     Returns:
-        By global number, fields by path; tensors are shared, not copied.
+        By global number, fields by path, in the order given.
 
     Raises:
         ValueError: a number out of range.
+
+    Cost: a copy of 1/N of what is broadcast, which replaces the caller's where that is let go.
     """
     owners = layer_owners(len(layers), num_ranks, start_layer=start_layer)
     _require_rank("owned_layers", rank, num_ranks)
     kept = {}
     for i, (layer, owner) in enumerate(zip(layers, owners, strict=True)):
         tensors = _by_field(layer)
-        moved = _moved(tensors, fields) if owner != rank else set()
-        kept[start_layer + i] = {name: x for name, x in tensors.items() if name not in moved}
+        moved = {name: x for name, x in tensors.items() if name in _moved(tensors, fields)}
+        if owner != rank:
+            kept[start_layer + i] = {name: x for name, x in tensors.items() if name not in moved}
+        elif any(x.requires_grad for x in moved.values()):
+            kept[start_layer + i] = tensors
+        else:
+            kept[start_layer + i] = {**tensors, **lay_out(moved)}
     return kept
 
 
@@ -254,6 +269,19 @@ class _Collective:
 
     def cancel(self) -> None:
         """Leave it: it keeps the slot alive, and the others may never come."""
+
+
+class _Untrained(Function):
+    """A tensor that its owner trains, where no gradient finds the way back: without a word it would not learn."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, token: Tensor, layer: int) -> Tensor:
+        ctx.layer = layer
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> None:
+        raise RuntimeError(f"take: weights of layer {ctx.layer} require grad; run the layer by checkpoint_layer")
 
 
 class _Done:
@@ -388,12 +416,22 @@ class _FromOwners:
         owner = self._owners[self.layers.index(layer)]
         used = slot[: slot_bytes(self._layouts[layer])]
         if owner == self._comm.rank:
-            fill_slot(used, {name: self._local[layer][name] for name in self._layouts[layer]})
+            sent = {name: self._local[layer][name] for name in self._layouts[layer]}
+            laid = laid_out(sent)
+            if laid is None:
+                fill_slot(used, sent)
+            else:
+                used = laid
         return _Collective(self._comm.broadcast_start(used, owner, out=used))
 
     def params(self, layer: int, views: Mapping[str, Tensor]) -> LayerParams:
-        tensors = {name: x for name, x in self._local.get(layer, {}).items() if name not in views}
-        return _decoded({**tensors, **views})
+        tensors = {**views, **self._local.get(layer, {})}  # an owner's tensors lie where they lay
+        for name in views:
+            tensors[name] = tensors[name].detach()
+            if name in self._trains[layer]:
+                token = torch.empty(0, requires_grad=True)
+                tensors[name] = _Untrained.apply(tensors[name], token, layer)  # type: ignore[no-untyped-call]
+        return _decoded(tensors)
 
     def trained(self, layer: int) -> Mapping[str, Tensor]:
         local = self._local.get(layer, {})

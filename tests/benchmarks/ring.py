@@ -37,10 +37,8 @@ from sharding import distributed_collectives
 GLM_5_LAYERS = replace(sfa.GLM_5, indexer_types=("full",) * 8)
 """Eight layers of GLM-5 size, 349 MB each in bfloat16."""
 
-OVERLAP_LAYERS = replace(
-    sfa.TINY, hidden_size=2048, num_attention_heads=64, v_head_dim=64, indexer_types=("full",) * 12
-)
-"""Twelve layers of 35 MB in float32: a fetch takes long against a sleep's own error."""
+OVERLAP_LAYERS = replace(sfa.TINY, hidden_size=6144, num_attention_heads=64, v_head_dim=64, indexer_types=("full",) * 6)
+"""Six layers of 104 MB in float32, a third of a GLM-5 layer: a fetch takes long against a sleep's own error."""
 
 COMPUTE = 1.5
 """How many times as long as its fetch a layer's compute takes."""
@@ -216,6 +214,7 @@ def _rank(rank: int, store: Path, sender: Any) -> None:
     layers = [sfa.init_params(config, layer=layer) for layer in range(config.num_layers)]
     group = distributed_collectives(dist.new_group())
     source = weights.from_owners(group, weights.owned_layers(layers, rank, 2))
+    del layers
 
     def longest(seconds: float) -> float:
         bar = torch.tensor(seconds, dtype=torch.float64)

@@ -113,6 +113,9 @@ def _be_rank(rank: int, size: int, store: Path, body: Callable[[int], Any], ends
             childs.close()
     end = ends[rank][1]
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    # torch makes its thread pool anew after a fork, at the first use, and not safely where two threads are first
+    # ("Invalid thread pool!"); here no other thread runs yet
+    torch.set_num_threads(1)
     try:
         limit = timedelta(seconds=LIMIT / 2)
         dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=limit)

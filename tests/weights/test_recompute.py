@@ -27,6 +27,7 @@ from weights import (
     resident,
     shard_layer,
     start_next,
+    stream_layers,
     take,
 )
 
@@ -416,7 +417,8 @@ class TestKept:
         kept, slots = set(), set()
 
         def body(comm: Any) -> None:
-            ring = open_ring(by_owners(comm["cp"], learning(torch.float32)), prefetch=9)
+            shards = {i: shard_layer(x, 0, 1) for i, x in enumerate(learning(torch.float32))}
+            ring = open_ring(from_shards(comm["cp"], shards), prefetch=9)
             slots.update(slot.data_ptr() for slot in ring.state.slots)
             params, ring = take(ring, 0)
             with torch.autograd.graph.saved_tensors_hooks(
@@ -586,6 +588,38 @@ class TestRanks:
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             loss(y_TD).backward()
         assert x_TD.grad is None
+
+    @pytest.mark.parametrize("size", [1, 2])
+    @pytest.mark.parametrize("prefetch", [0, 9])
+    @pytest.mark.parametrize("fields", [None, LARGE])
+    def test_weights_that_learn_without_checkpoint_layer_raise_though_their_slots_are_whole(
+        self, size, prefetch, fields
+    ):
+        """The input's gradient would be right, the weights' would be missing without a word."""
+        layers = learning(torch.float64, lambda layer, name: layer == 1 and name == "o_proj")
+
+        def body(comm: Any) -> list[str]:
+            told = []
+            for layer, params in stream_layers(by_owners(comm["cp"], layers, fields), prefetch=prefetch):
+                x = torch.ones(2, params.o_proj.shape[1], dtype=torch.float64, requires_grad=True)
+                try:
+                    (x @ params.o_proj.T).sum().backward()
+                    told.append(f"layer {layer}: gradient")
+                except RuntimeError as error:
+                    told.append(str(error))
+                with torch.no_grad():
+                    assert not (x @ params.o_proj.T).requires_grad
+            return told
+
+        found: list[Any] = [None] * size
+
+        def run(comm: Any) -> None:
+            found[comm["cp"].rank] = body(comm)
+
+        shard_map(run, simulated_mesh(MeshShape(cp=size)), in_specs=(), out_specs=P())()
+        told = [f"layer {layer}: gradient" for layer in LAYERS]
+        told[1] = "take: weights of layer 1 require grad; run the layer by checkpoint_layer"
+        assert found == [told] * size
 
     @pytest.mark.parametrize("prefetch", [0, 1, 2])
     def test_the_backward_pass_brings_each_layer_a_second_time(self, prefetch):

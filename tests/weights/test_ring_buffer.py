@@ -11,6 +11,8 @@ from tests.vectors import read_vectors
 from weights.ring_buffer import (
     TensorSpec,
     fill_slot,
+    laid_out,
+    lay_out,
     layout_of,
     make_slots,
     mark_written,
@@ -102,6 +104,54 @@ def test_sources_may_be_views_transposed_strided_or_want_gradients():
     for name, source in tensors.items():
         assert torch.equal(views[name], source), name
         assert not views[name].requires_grad
+
+
+def test_tensors_laid_out_are_found_to_lie_as_in_a_slot():
+    tensors = mixed()
+    laid = lay_out(tensors)
+    whole = laid_out(laid)
+    assert whole is not None
+    assert (whole.dtype, whole.numel()) == (torch.uint8, slot_bytes(layout_of(tensors)))
+    first = next(x for x in laid.values() if x.numel())
+    assert whole.data_ptr() == first.data_ptr()  # the memory itself, no copy
+    for name, x in slot_views(whole, layout_of(tensors)).items():
+        assert bits(x) == bits(laid[name]) == bits(tensors[name])
+
+
+LAID = {"a": torch.arange(3.0), "b": torch.arange(32.0).view(4, 8), "c": torch.arange(5, dtype=torch.int8)}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda x: {},
+        lambda x: {**x, "b": x["b"].clone()},
+        lambda x: {"b": x["b"], "a": x["a"], "c": x["c"]},
+        lambda x: {"a": x["a"], "c": x["c"]},
+        lambda x: {**x, "b": x["b"].T},
+        lambda x: {**x, "a": x["a"][1:]},
+        lambda x: {**x, "c": x["c"][1:]},
+        lambda x: {"c": x["c"][1:]},
+        lambda x: {name: y.clone() for name, y in x.items()},
+        lambda x: {**x, "d": torch.arange(2.0)},
+    ],
+    ids=["none", "one apart", "order", "a gap", "transposed", "cut", "shifted", "unaligned", "all apart", "one more"],
+)
+def test_tensors_that_lie_elsewhere_are_found_out(change):
+    assert laid_out(change(lay_out(LAID))) is None
+
+
+def test_a_later_part_of_what_was_laid_out_lies_as_in_a_slot_too():
+    laid = lay_out(LAID)
+    whole = laid_out({"b": laid["b"], "c": laid["c"]})
+    assert whole is not None
+    assert whole.data_ptr() == laid["b"].data_ptr()
+
+
+def test_tensors_at_the_end_of_their_memory_have_no_room_for_a_slots_padding():
+    """A slot ends on a whole line of 64 bytes; what would be sent must not reach past the memory."""
+    assert laid_out({"a": torch.zeros(64, dtype=torch.uint8)}) is not None
+    assert laid_out({"a": torch.zeros(65, dtype=torch.uint8)}) is None
 
 
 def test_layers_of_different_shape_pass_through_one_slot():

@@ -93,7 +93,8 @@ def same(params: sfa.LayerParams, want: Mapping[str, torch.Tensor]) -> bool:
     """Say whether a layer has exactly these fields, bit for bit."""
     got = dict(named_fields(params))
     return got.keys() == want.keys() and all(
-        x.dtype == want[name].dtype and torch.equal(x.view(torch.uint8), want[name].contiguous().view(torch.uint8))
+        x.dtype == want[name].dtype
+        and torch.equal(x.contiguous().view(torch.uint8), want[name].contiguous().view(torch.uint8))
         for name, x in got.items()
     )
 
@@ -240,6 +241,53 @@ class TestBitEqual:
 
         on_ranks(3, body)
 
+    @pytest.mark.parametrize("fields", [None, LARGE])
+    @pytest.mark.parametrize("learns", [False, True])
+    def test_an_owner_sends_and_takes_its_own_tensors_and_leaves_them_as_they_are(self, fields, learns):
+        layers = random_layers()
+        if learns:
+            layers = [{name: x.requires_grad_() for name, x in tensors.items()} for tensors in layers]
+        moved = set(HF_NAMES) if fields is None else set(fields)
+
+        def body(comm: Any) -> None:
+            kept = owned_layers(layers, comm.rank, 2, fields=fields)
+            versions = {(i, name): x._version for i, tensors in kept.items() for name, x in tensors.items()}
+            ring = open_ring(from_owners(comm, kept, fields=fields), prefetch=1, passes=2, debug=True)
+            slots = [(slot.data_ptr(), slot.data_ptr() + slot.numel()) for slot in ring.state.slots]
+            for layer in (*range(5), *range(5)):
+                params, ring = take(ring, layer)
+                mine = layer % 2 == comm.rank
+                for name, x in named_fields(params):
+                    through = any(start <= x.data_ptr() < stop for start, stop in slots)
+                    assert through == (name in moved and not mine)
+                    assert through or x.data_ptr() == kept[layer][name].data_ptr()
+            close_ring(ring)
+            assert versions == {(i, name): x._version for i, tensors in kept.items() for name, x in tensors.items()}
+
+        on_ranks(2, body)
+
+    def test_what_an_owner_changes_between_two_passes_arrives(self):
+        """Where its tensors are sent from, and where a slot is filled with them."""
+        layers = random_layers()
+
+        def body(comm: Any) -> None:
+            kept = owned_layers(layers, comm.rank, 2)
+            for tensors in kept.values():
+                for x in tensors.values():
+                    x.requires_grad_()  # leaves, though they lie side by side
+            apart = {i: {name: x.detach().clone() for name, x in tensors.items()} for i, tensors in kept.items()}
+            for mine in (kept, apart):
+                source = from_owners(comm, mine)
+                for add in (0, 1):
+                    with torch.no_grad():
+                        for tensors in mine.values():
+                            for x in tensors.values():
+                                x.add_(add)
+                    for layer, params in stream_layers(source):
+                        assert same(params, {name: x + add for name, x in layers[layer].items()})
+
+        on_ranks(2, body)
+
     def test_copies_stay_valid_on_ranks(self):
         layers = random_layers()
 
@@ -297,19 +345,21 @@ class TestBitEqual:
 
     @pytest.mark.parametrize("prefetch", [1, 2])
     def test_debug_makes_a_parameter_kept_too_long_nan_on_ranks(self, prefetch):
+        """An owner's are its own tensors and stay what they are."""
         layers = random_layers()
 
         def body(comm: Any) -> None:
-            for source, moved in (
-                (by_owners(comm, layers), set(HF_NAMES)),
-                (by_owners(comm, layers, LARGE), set(LARGE)),
-                (by_shards(comm, layers), set(HF_NAMES)),
+            for source, moved, owned in (
+                (by_owners(comm, layers), set(HF_NAMES), True),
+                (by_owners(comm, layers, LARGE), set(LARGE), True),
+                (by_shards(comm, layers), set(HF_NAMES), False),
             ):
                 ring, kept = open_ring(source, prefetch=prefetch, debug=True), None
                 for layer in range(5):
                     params, ring = take(ring, layer)
                     for name, x in named_fields(kept) if kept is not None else ():
-                        assert x.isnan().all() if name in moved else torch.equal(x, layers[layer - 1][name]), name
+                        gone = name in moved and not (owned and (layer - 1) % 2 == comm.rank)
+                        assert x.isnan().all() if gone else torch.equal(x, layers[layer - 1][name]), name
                     kept = params
                 close_ring(ring)
 
@@ -401,8 +451,20 @@ class TestBytes:
             for layer, tensors in kept.items():
                 mine = layer % size == rank
                 want = {name: x for name, x in layers[layer - 4].items() if mine or name not in moved}
-                assert tensors.keys() == want.keys()
-                assert all(tensors[name] is x for name, x in want.items())  # shared, not copied
+                assert list(tensors) == list(want)
+                assert all(torch.equal(tensors[name], x) for name, x in want.items())
+                assert all(tensors[name] is x for name, x in want.items() if name not in moved)  # shared, not copied
+                places = {x.untyped_storage().data_ptr(): x for name, x in tensors.items() if name in moved}
+                assert len(places) == (mine and bool(moved))  # one piece of memory, to be sent as it is
+                want_bytes = sum(-(-x.numel() * 4 // 64) * 64 for name, x in want.items() if name in moved)
+                assert all(x.untyped_storage().nbytes() == want_bytes for x in places.values())
+
+    def test_what_learns_stays_the_callers_own(self):
+        layers = random_layers()
+        layers[2]["o_proj"].requires_grad_()
+        kept = owned_layers(layers, 0, 2, fields=LARGE)
+        assert all(kept[2][name] is x for name, x in layers[2].items())
+        assert kept[0]["o_proj"] is not layers[0]["o_proj"]
 
     def test_owners_together_keep_each_moved_field_once(self):
         layers = random_layers()
