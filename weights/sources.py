@@ -215,6 +215,8 @@ class LayerShard:
 
     layout: Layout
     data: Tensor  # uint8
+    rank: int
+    num_ranks: int
 
 
 def shard_layer(layer: LayerParams | Mapping[str, Tensor], rank: int, num_ranks: int) -> LayerShard:
@@ -236,7 +238,7 @@ def shard_layer(layer: LayerParams | Mapping[str, Tensor], rank: int, num_ranks:
     layout = layout_of(tensors)
     slot = torch.zeros(slot_bytes(layout, multiple=num_ranks), dtype=torch.uint8, device=_device(tensors))
     fill_slot(slot, tensors)
-    return LayerShard(layout=layout, data=slot.chunk(num_ranks)[rank].clone())
+    return LayerShard(layout=layout, data=slot.chunk(num_ranks)[rank].clone(), rank=rank, num_ranks=num_ranks)
 
 
 def from_shards(comm: Collectives, shards: Mapping[int, LayerShard]) -> Source:
@@ -250,7 +252,8 @@ def from_shards(comm: Collectives, shards: Mapping[int, LayerShard]) -> Source:
         A source, alike on every rank.
 
     Raises:
-        ValueError: the same on every rank: layers that are not consecutive, or shards that are not of one layer.
+        ValueError: the same on every rank: layers that are not consecutive, shards that are not of one layer, or that
+            were cut for another rank or number of ranks.
 
     Cost: this call gathers a description of every rank's shards. Resident: 1/N of every layer.
     Source: fully sharded data parallelism: Zhao et al., "PyTorch FSDP" (2023), section 3.2.
@@ -467,7 +470,10 @@ class _FromShards:
         self._comm, self._shards, self.slot_multiple = comm, shards, comm.size
         self.device = _device({str(layer): shard.data for layer, shard in shards.items()})
         layouts = _spell({layer: shard.layout for layer, shard in shards.items()})
-        data = {layer: [str(shard.data.dtype), list(shard.data.shape)] for layer, shard in shards.items()}
+        data = {
+            layer: [str(shard.data.dtype), list(shard.data.shape), shard.rank, shard.num_ranks]
+            for layer, shard in shards.items()
+        }
         told = _exchange(comm, {"layouts": layouts, "data": data}, self.device)
         for rank, answer in enumerate(told):
             same = json.dumps(answer["layouts"]) == json.dumps(told[0]["layouts"])  # the order of fields too
@@ -478,7 +484,9 @@ class _FromShards:
             want = slot_bytes(layout, multiple=comm.size) // comm.size
             for rank, answer in enumerate(told):
                 rule = f"the shard of layer {layer} must be uint8 of {want} bytes on rank {rank}"
-                got = answer["data"][str(layer)]
+                *got, part, of = answer["data"][str(layer)]
+                whose = f"the shard of layer {layer} on rank {rank} must be cut for rank {rank} of {comm.size}"
+                require((part, of) == (rank, comm.size), "from_shards", whose, f"rank {part} of {of}")
                 require(got == ["torch.uint8", [want]], "from_shards", rule, got)
 
     def layout(self, layer: int) -> Layout:

@@ -734,7 +734,7 @@ class TestMisuse:
         line = self.refusal(
             2, lambda comm: from_shards(comm, {i: shard_layer(x, comm.rank, 4) for i, x in enumerate(layers)})
         )
-        assert line.startswith("from_shards: the shard of layer 0 must be uint8 of ")
+        assert line == "from_shards: the shard of layer 0 on rank 0 must be cut for rank 0 of 2; got rank 0 of 4"
 
     @pytest.mark.parametrize("spoil", [lambda data: data[:-64], lambda data: data.view(torch.int8)])
     def test_a_shard_of_another_size_or_dtype_on_one_rank(self, spoil):
@@ -742,9 +742,21 @@ class TestMisuse:
 
         def change(rank: int, held: dict[int, Any]) -> None:
             if rank == 1:
-                held[2] = LayerShard(layout=held[2].layout, data=spoil(held[2].data))
+                held[2] = replace(held[2], data=spoil(held[2].data))
 
         assert self.shards(change).startswith("from_shards: ")
+
+    def test_another_ranks_shard(self):
+        """It has the right size: its bytes would lie in the wrong place without a word."""
+        layers = random_layers()
+
+        def change(rank: int, held: dict[int, Any]) -> None:
+            if rank == 1:
+                held[2] = shard_layer(layers[2], 2, 3)
+
+        told = self.shards(change)
+        rule = "the shard of layer 2 on rank 1 must be cut for rank 1 of 3; got rank 2 of 3"
+        assert told == f"from_shards: {rule}"
 
     def test_shards_whose_fields_lie_in_another_order_on_a_rank(self):
         """Their bytes would be put together to wrong weights without a word."""
