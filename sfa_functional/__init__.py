@@ -25,9 +25,12 @@ from .paged import (
 from .batch import Batch, global_selection, local_selection
 from .layer import LayerOutput, sfa_layer
 from .losses import indexer_kl
-from .evaluate import Difference, attention_mass, difference, selection_overlap
+from .selection_measures import attention_mass, selection_overlap
+from .selection_stats import SelectionStats, empty_stats, merge_stats, reduce_stats, selection_stats
+from .evaluate import Difference, difference, evaluate_layer
 
 from .hf import layer_params, load_params, use_sfa
+from .evaluate_model import ModelStats, evaluate_model
 from .version import __version__
 
 __all__ = [
@@ -87,12 +90,20 @@ __all__ = [
     "LayerOutput",
     "sfa_layer",
     "indexer_kl",
-    "Difference",
     "attention_mass",
-    "difference",
     "selection_overlap",
+    "SelectionStats",
+    "empty_stats",
+    "merge_stats",
+    "reduce_stats",
+    "selection_stats",
+    "Difference",
+    "difference",
+    "evaluate_layer",
     "layer_params",
     "load_params",
     "use_sfa",
+    "ModelStats",
+    "evaluate_model",
     "__version__",
 ]

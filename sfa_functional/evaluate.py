@@ -1,16 +1,22 @@
-"""How far two results are apart, and how much of dense attention a selection keeps."""
+"""How far two tensors are apart, and what a layer's selection keeps of dense attention."""
 
 import math
 from typing import NamedTuple
 
 import torch
-from jaxtyping import Float, Int, Int32
+from jaxtyping import Float, Int32
 from torch import Tensor
 
-from .attention import dense_attention, sparse_attention
-from .implementation import Implementation
-from .paged import SplitRows, map_selection
-from .precision import require
+from .batch import Batch, global_selection
+from .config import SFAConfig
+from .indexer import index_keys, index_queries, index_weights, lightning_indexer
+from .latent import latent_keys, latent_queries
+from .layer import check_layer
+from .params import LayerParams
+from .precision import require, without_autocast
+from .rotary import rope_cos_sin
+from .selection_stats import Scored, SelectionStats, draw_rows, measure_rows
+from .selectors import Selector
 
 
 class Difference(NamedTuple):
@@ -51,76 +57,90 @@ def difference(a: Tensor, b: Tensor) -> Difference:
     return Difference(max_abs, max_abs / peak if peak > 0 else math.inf, where)
 
 
-def attention_mass(
-    q_THE: Float[Tensor, "T H E"],
-    kv_SE: Float[Tensor, "rows E"] | SplitRows,
-    topk_TK: Int32[Tensor, "T K"],
-    start_T: Int[Tensor, " T"],
-    end_T: Int[Tensor, " T"],
+def evaluate_layer(
+    params: LayerParams,
+    x_TD: Float[Tensor, "T D"],
+    batch: Batch,
     *,
-    scale: float,
-    row_S: Int[Tensor, " S"] | None = None,
-    dense_lse_TH: Float[Tensor, "T H"] | None = None,
-    implementation: Implementation = None,
-) -> Float[Tensor, " T"]:
-    """Return the share of dense attention's weight that falls on the selected keys, averaged over heads.
-
-    ``mass[t] = mean_h exp(lse_selected[t, h] - lse_visible[t, h])``: 1 where everything visible is selected.
-
-    Args:
-        q_THE: absorbed queries.
-        kv_SE: key rows, or the rows of a pool if ``row_S`` is given.
-        topk_TK: selected key rows, all visible.
-        start_T: first visible key row of each query.
-        end_T: one past the last.
-        scale: of the logits, ``config.softmax_scale``.
-        row_S: row of the pool for each key row.
-        dense_lse_TH: lse of `dense_attention` over the same keys, where it is known already.
-        implementation: of both attentions.
-
-    Returns:
-        mass_T between 0 and 1 up to rounding, float32 (float64 for float64 q); NaN for a query that sees no key.
-
-    Raises:
-        ValueError: as the two attentions.
-
-    Gradients: as `sparse_attention` and `dense_attention`.
-    Cost: one dense and one sparse attention; never T·S values.
-    Source: follows from the definition of lse; the quantity is the recall of attention mass that papers on sparse
-        attention report.
-    """
-    row_TK = topk_TK if row_S is None else map_selection(topk_TK, row_S)
-    kept = sparse_attention(q_THE, kv_SE, row_TK, scale=scale, value_dim=1, implementation=implementation)
-    if dense_lse_TH is None:
-        dense_lse_TH = dense_attention(
-            q_THE, kv_SE, start_T, end_T, scale=scale, value_dim=1, row_S=row_S, implementation=implementation
-        ).lse_TH
-    return torch.exp(kept.lse_TH - dense_lse_TH).mean(-1)
-
-
-def selection_overlap(a_TK: Int32[Tensor, "T K"], b_TM: Int32[Tensor, "T M"]) -> Float[Tensor, " T"]:
-    """Return the share of b's entries that a has too, for every query; entries below 0 are unused.
-
-    ``overlap[t] = |a_t ∩ b_t| / |b_t|``, 1 where b_t is empty.
+    config: SFAConfig,
+    k: int,
+    select: Selector | None = None,
+    selection: Int32[Tensor, "T K"] | None = None,
+    other: Selector | Int32[Tensor, "T M"] | None = None,
+    rope: tuple[Float[Tensor, "T F"], Float[Tensor, "T F"]] | None = None,
+    rows: int | None = None,
+    generator: torch.Generator | None = None,
+) -> SelectionStats:
+    """Measure what one layer's selection keeps of its dense attention: `selection_stats` from weights and states.
 
     Args:
-        a_TK: a selection, without repeats.
-        b_TM: another one of the same queries, M entries wide.
+        params: the layer's weights.
+        x_TD: hidden states after the layer's input norm.
+        batch: where each token stands and what it sees; without cached context.
+        config: sizes and constants.
+        k: keys that a query chooses, >= 1, in place of ``config.index_topk``.
+        select: how to choose; None is the lightning indexer.
+        selection: positions chosen already, as `sfa_layer` returned them: what a layer without an indexer needs.
+        other: another selector, or positions chosen by one: for the metric ``overlap``.
+        rope: cos and sin to use instead of ``rope_cos_sin(batch.position_T, config)``.
+        rows: queries to measure, of those that see more than k keys; None is all.
+        generator: draws them, on the CPU; None is a new one with seed 0.
 
     Returns:
-        overlap_T between 0 and 1, float32.
+        `SelectionStats`: add layers, batches and ranks with `merge_stats`.
 
     Raises:
-        ValueError: different numbers of queries.
+        ValueError: as `selection_stats` and `sfa_layer`; a batch with a block table.
 
-    Cost: T·K·log K (a binary search for every entry).
+    Gradients: none.
+    Cost: keys of all tokens; queries, selection, and dense attention's weights of the rows measured. Waits for the
+        device.
+    Source: as `selection_stats`.
     """
-    require(a_TK.shape[0] == b_TM.shape[0], "selection_overlap", "a and b must have one length", len(b_TM))
-    ordered_TK = torch.where(a_TK >= 0, a_TK, -1).sort(dim=-1).values
-    used_TM = b_TM >= 0
-    if ordered_TK.shape[1] == 0:
-        return (~used_TM.any(-1)).float()
-    place_TM = torch.searchsorted(ordered_TK, b_TM.contiguous()).clamp(max=ordered_TK.shape[1] - 1)
-    hit_TM = used_TM & (ordered_TK.gather(1, place_TM) == b_TM)
-    count_T = used_TM.sum(-1)
-    return torch.where(count_T > 0, hit_TM.sum(-1) / count_T.clamp(min=1), 1.0)
+    function = "evaluate_layer"
+    require(k >= 1, function, "k must be >= 1", k)
+    require(rows is None or rows >= 1, function, "rows must be >= 1 or None", rows)
+    require(batch.row_S is None, function, "the batch must have no block table", "one")
+    check_layer(function, params, x_TD, batch, cache=None, selection=selection, select=select)
+    with torch.no_grad(), without_autocast(x_TD):
+        x_TD = torch.where(batch.request_T[:, None] >= 0, x_TD, 0)
+        cos, sin = rope_cos_sin(batch.position_T.clamp(min=0), config) if rope is None else rope
+        start_T, end_T = batch.start_T.clamp(min=0), batch.end_T.clamp(max=x_TD.shape[0])
+        drawn = draw_rows(start_T, end_T, k=k, rows=rows, generator=generator)
+        index = drawn.row_n
+        x_nD, cos_n, sin_n = x_TD[index], cos[index], sin[index]
+        kv_SE = latent_keys(params, x_TD, cos, sin, config=config)
+        q_nHE, q_latent_nQ = latent_queries(params, x_nD, cos_n, sin_n, config=config)
+        scored = None
+        if params.indexer is not None:
+            scored = Scored(
+                index_queries(params.indexer, q_latent_nQ, cos_n, sin_n, config=config),
+                index_keys(params.indexer, x_TD, cos, sin, config=config),
+                index_weights(params.indexer, x_nD, config=config),
+            )
+        start_n, end_n = start_T[index], end_T[index]
+
+        def choose(how: Selector | None) -> Tensor:
+            if how is None:
+                assert scored is not None  # check_layer has seen to it
+                return lightning_indexer(*scored, start_n, end_n, k=k)
+            compared = dict.fromkeys(Scored._fields) if scored is None else scored._asdict()
+            return how(**compared, q_THE=q_nHE, kv_SE=kv_SE, start_T=start_n, end_T=end_n, k=k, row_S=None)
+
+        topk_nK = choose(select) if selection is None else global_selection(selection, batch)[index]
+        if isinstance(other, Tensor):
+            other = global_selection(other, batch)[index]
+        elif other is not None:
+            other = choose(other)
+        return measure_rows(
+            drawn,
+            q_nHE,
+            kv_SE,
+            topk_nK,
+            start_n,
+            end_n,
+            scale=config.softmax_scale,
+            k=k,
+            scored=scored,
+            other_nM=other,
+        )

@@ -17,12 +17,13 @@ from torch.nn.functional import cross_entropy
 from .attention import dense_attention
 from .batch import Batch, global_selection, local_selection
 from .config import SFAConfig
-from .evaluate import attention_mass, difference, selection_overlap
+from .evaluate import difference
 from .hf import attention_modules, layer_params, module_config, replace_attention
 from .latent import latent_output, latent_projections
 from .layer import LayerOutput, sfa_layer
 from .params import LayerParams, init_params
 from .precision import wide
+from .selection_measures import attention_mass, selection_overlap
 from .selectors import best_keys
 
 ParamsOf = Callable[[nn.Module], LayerParams]
