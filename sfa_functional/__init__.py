@@ -25,6 +25,8 @@ from .paged import (
 from .batch import Batch, global_selection, local_selection
 from .layer import LayerOutput, sfa_layer
 from .losses import indexer_kl
+from .training import Compared, index_vectors, indexer_loss
+from .replay import Recording, Step, record_selections, replay_selection
 from .selection_measures import attention_mass, selection_overlap
 from .selection_stats import SelectionStats, empty_stats, merge_stats, reduce_stats, selection_stats
 from .evaluate import Difference, difference, evaluate_layer
@@ -90,6 +92,13 @@ __all__ = [
     "LayerOutput",
     "sfa_layer",
     "indexer_kl",
+    "Compared",
+    "index_vectors",
+    "indexer_loss",
+    "Recording",
+    "Step",
+    "record_selections",
+    "replay_selection",
     "attention_mass",
     "selection_overlap",
     "SelectionStats",

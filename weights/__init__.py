@@ -11,6 +11,7 @@ from .checkpoint import (
 from .manager import Ring, close_ring, open_ring, start_next, stream_layers, take
 from .recompute import checkpoint_layer
 from .ring_schedule import RingStep, ring_schedule
+from .selections import load_selections, save_selections
 from .show import show_ring
 from .sources import (
     Fetch,
@@ -50,4 +51,6 @@ __all__ = [
     "stream_layers",
     "checkpoint_layer",
     "show_ring",
+    "save_selections",
+    "load_selections",
 ]
