@@ -33,6 +33,8 @@ from .evaluate import Difference, difference, evaluate_layer
 
 from .hf import layer_params, load_params, use_sfa
 from .evaluate_model import ModelStats, evaluate_model
+from .hf_train import IndexerLosses, train_indexer
+from .hf_trainer import sfa_callback
 from .version import __version__
 
 __all__ = [
@@ -114,5 +116,8 @@ __all__ = [
     "use_sfa",
     "ModelStats",
     "evaluate_model",
+    "IndexerLosses",
+    "train_indexer",
+    "sfa_callback",
     "__version__",
 ]
