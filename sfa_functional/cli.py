@@ -24,9 +24,13 @@ from torch import Tensor, nn
 from weights.checkpoint import DTYPES as STORED_DTYPES
 from weights.checkpoint import Checkpoint, check_layers, open_checkpoint
 
+from . import eval_report as report
 from . import hf_evaluate as measure
 from .bundled import TINY_CHECKPOINT, held_out_text
 from .config import SFAConfig
+from .evaluate_model import evaluate_model
+from .hf import layer_params
+from .selectors import Selector
 from .version import __version__
 
 PARITY_WINDOWS = 2
@@ -69,8 +73,8 @@ def _parser() -> argparse.ArgumentParser:
     run = commands.add_parser(
         "eval",
         help="measure what sparse attention costs a checkpoint",
-        description="Run a DSA checkpoint with this library's attention: perplexity dense and at each top-k, the "
-        "attention mass that the indexer keeps, and the difference from transformers' own implementation.",
+        description="Run a DSA checkpoint with this library's attention: perplexity dense and at each top-k, what the "
+        "indexer and other selectors keep of dense attention, and the difference from transformers' own attention.",
     )
     run.add_argument(
         "checkpoint",
@@ -88,6 +92,15 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("--dtype", choices=list(DTYPES), default="float32", help="of weights and activations")
     run.add_argument("--json", type=Path, metavar="OUT", help="also write the numbers to this file")
     run.add_argument("--untrained", action="store_true", help="also with indexers re-initialised (seed 0)")
+    run.add_argument(
+        "--select",
+        nargs="+",
+        metavar="NAME",
+        help="who chooses the keys: indexer, best, window, random, block:N, untrained, or module:function for your own "
+        "selector; default: the indexer at every k, best, window and random at one",
+    )
+    run.add_argument("--rows", type=int, metavar="N", help="measure N queries per layer and batch instead of all")
+    run.add_argument("--plot", type=Path, metavar="OUT.png", help="also draw mass, recall and perplexity over k")
     run.set_defaults(run=evaluate_checkpoint)
     return parser
 
@@ -104,59 +117,83 @@ def evaluate_checkpoint(args: argparse.Namespace) -> None:
     context = min(512, longest) if args.context is None else args.context
     _require(2 <= context <= longest, "--context", f"must be in 2..{longest}, the model's most", context)
     topks = list(dict.fromkeys(args.topk or [max(1, context // part) for part in (16, 8, 4)]))
-    with _moved_into_place(args.json) as out:
+    _require(args.rows is None or args.rows >= 1, "--rows", "must be >= 1", args.rows)
+    names = report.names_at(topks, args.select, untrained=args.untrained, usual=config.index_topk)
+    selectors = {name: report.named_selector(name, config) for some in names.values() for name in some}
+    with _moved_into_place("--json", args.json) as out, _moved_into_place("--plot", args.plot) as picture:
         ids = _read_tokens(checkpoint, args.text)
         model = _load_model(checkpoint, DTYPES[args.dtype])
         try:
-            result = _measure(model, ids, config=config, context=context, topks=topks, untrained=args.untrained)
+            result = _measure(
+                model, ids, config=config, context=context, names=names, selectors=selectors, rows=args.rows
+            )
         except RuntimeError as error:  # whatever torch can't do with this model
             raise ValueError(f"{checkpoint.path}: the model can't be run in {args.dtype}: {error}") from error
-        perplexities = [result["perplexity_dense"], *result["perplexity_at_k"].values()]
-        perplexities += result["perplexity_untrained_at_k"].values()
+        perplexities = [result["perplexity_dense"]]
+        perplexities += [run["perplexity"] for runs in result["selectors"].values() for run in runs.values()]
         _require(
             all(map(math.isfinite, perplexities)), str(checkpoint.path), "perplexities must be finite", perplexities
         )
         result = {"checkpoint": str(args.checkpoint), "dtype": args.dtype} | result
         for title, table in _tables(result):
             console.print(title, table, sep="\n", highlight=False)
+        if picture is not None:
+            report.plot_report(picture, result)
         if out is not None:
             out.write_text(json.dumps(result, indent=1, allow_nan=False) + "\n", encoding="utf-8")
 
 
 def _measure(
-    model: nn.Module, ids: Tensor, *, config: SFAConfig, context: int, topks: list[int], untrained: bool
+    model: nn.Module,
+    ids: Tensor,
+    *,
+    config: SFAConfig,
+    context: int,
+    names: dict[int, list[str]],
+    selectors: dict[str, Selector | None],
+    rows: int | None,
 ) -> dict[str, Any]:
     windows = measure.token_windows(ids, context)
-    params_of = measure.untrained_indexers(model, config=config, seed=0) if untrained else None
     compared = windows[:PARITY_WINDOWS]
-    steps = len(windows) * (1 + len(topks) * (2 if untrained else 1)) + len(compared) * len(topks)
+    fresh = measure.untrained_indexers(model, config=config, seed=0)
+    steps = len(windows) * (1 + sum(map(len, names.values()))) + len(compared) * len(names)
     columns = TextColumn("{task.description:28}"), BarColumn(), TimeRemainingColumn()
     console = Console(stderr=True)
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task("dense", total=steps)
         tick: Callable[[], None] = lambda: progress.advance(task)  # noqa: E731
         dense = measure.dense_perplexity(model, windows, config=config, tick=tick)
-        trained, fresh, pairs = {}, {}, []
-        for k in topks:
-            progress.update(task, description=f"top-{k}")
+        runs: dict[str, dict[str, Any]] = {}
+        pairs = []
+        for k, some in names.items():
             within = min(k, context)  # more keys than there are tokens are no other computation
-            trained[str(k)] = measure.sparse_perplexity(model, windows, config=config, k=within, tick=tick)
-            if params_of is not None:
-                progress.update(task, description=f"top-{k}, untrained indexers")
-                fresh[str(k)] = measure.sparse_perplexity(
-                    model, windows, config=config, k=within, params_of=params_of, tick=tick
+            runs[str(k)] = {}
+            for name in some:
+                progress.update(task, description=f"top-{k}, {name}"[:28])
+                stats = evaluate_model(
+                    model,
+                    _ticking(windows, tick),
+                    select=selectors[name],
+                    topk=within,
+                    rows=rows,
+                    config=config,
+                    params_of=fresh if name == report.UNTRAINED else layer_params,
                 )
+                runs[str(k)][name] = report.shares(stats)
             progress.update(task, description=f"top-{k}, transformers")
             pairs.append(measure.parity(model, compared, k=within, tick=tick))
     pooled = measure.combine(pairs)
+    trained, untrained = (_by_name(runs, name) for name in (report.INDEXER, report.UNTRAINED))
     return {
         "context": context,
         "tokens": sum(w.numel() for w in windows),
+        "rows": rows,
         "perplexity_dense": dense,
-        "perplexity_at_k": {k: perplexity for k, (perplexity, _) in trained.items()},
-        "perplexity_untrained_at_k": {k: perplexity for k, (perplexity, _) in fresh.items()},
-        "layers": {k: [mass._asdict() for mass in layers] for k, (_, layers) in trained.items()},
-        "layers_untrained": {k: [mass._asdict() for mass in layers] for k, (_, layers) in fresh.items()},
+        "perplexity_at_k": {k: run["perplexity"] for k, run in trained.items()},
+        "perplexity_untrained_at_k": {k: run["perplexity"] for k, run in untrained.items()},
+        "layers": {k: run["layers"] for k, run in trained.items()},
+        "layers_untrained": {k: run["layers"] for k, run in untrained.items()},
+        "selectors": runs,
         "parity": {
             "max_rel": pooled.max_rel,
             "logits_max_rel": pooled.logits_max_rel,
@@ -167,13 +204,19 @@ def _measure(
     }
 
 
+def _ticking(windows: Sequence[Tensor], tick: Callable[[], None]) -> Iterator[Tensor]:
+    for window in windows:
+        yield window
+        tick()
+
+
+def _by_name(runs: dict[str, dict[str, Any]], name: str) -> dict[str, Any]:
+    return {k: by_name[name] for k, by_name in runs.items() if name in by_name}
+
+
 def _tables(result: dict[str, Any]) -> list[tuple[str, Table]]:
     """Lay the numbers out for a terminal of 80 columns, each table with its title."""
-    dense, fresh, pair = result["perplexity_dense"], result["perplexity_untrained_at_k"], result["parity"]
-    first = _table("keys per query", "perplexity", "over dense", *(["untrained indexers"] if fresh else []))
-    first.add_row("all (dense)", f"{dense:.3f}")
-    for k, sparse in result["perplexity_at_k"].items():
-        first.add_row(k, f"{sparse:.3f}", f"{sparse / dense - 1:+.2%}", *([f"{fresh[k]:.3f}"] if fresh else []))
+    pair = result["parity"]
     same = Table(box=box.SIMPLE_HEAD)
     same.add_column("quantity")
     same.add_column("value", justify="right")
@@ -183,27 +226,16 @@ def _tables(result: dict[str, Any]) -> list[tuple[str, Table]]:
     same.add_row("seconds in attention layers, ours", f"{result['seconds']['ours']:.2f}")
     same.add_row("seconds in attention layers, transformers", f"{result['seconds']['transformers']:.2f}")
     name = Path(result["checkpoint"]).name
-    title = f"Perplexity: {name}, {result['tokens']} tokens in windows of {result['context']}, {result['dtype']}"
-    masses = _mass_tables("Attention mass kept/by the best k keys", result["layers"])
-    masses += _mass_tables("The same with untrained indexers", result["layers_untrained"])
-    return [(title, first), *masses, (f"Beside transformers, {pair['tokens']} tokens", same)]
-
-
-def _mass_tables(title: str, layers: dict[str, list[dict[str, float]]]) -> list[tuple[str, Table]]:
-    tables, ks = [], list(layers)
-    for some in (ks[first : first + 4] for first in range(0, len(ks), 4)):
-        table = _table("layer", *(f"k = {k}" for k in some))
-        for layer, rows in enumerate(zip(*(layers[k] for k in some), strict=True)):
-            table.add_row(str(layer), *(f"{row['mass']:.4f}/{row['best_mass']:.4f}" for row in rows))
-        tables.append((title, table))
-    return tables
-
-
-def _table(*headings: str) -> Table:
-    table = Table(box=box.SIMPLE_HEAD)
-    for heading in headings:
-        table.add_column(heading, justify="right")
-    return table
+    sampled = "" if result["rows"] is None else f", {result['rows']} queries per layer and batch measured"
+    title = f"{name}, {result['tokens']} tokens in windows of {result['context']}, {result['dtype']}{sampled}"
+    first, *others = report.selector_tables(result["selectors"], result["perplexity_dense"])
+    masses = report.mass_tables("Attention mass kept by the indexer/by the best k keys", result["layers"])
+    return [
+        (f"{title}\n\n{first[0]}", first[1]),
+        *others,
+        *masses,
+        (f"Beside transformers, {pair['tokens']} tokens", same),
+    ]
 
 
 def _read_config(checkpoint: Checkpoint) -> SFAConfig:
@@ -295,7 +327,7 @@ def _require(ok: bool, source: str, rule: str, got: object) -> None:
 
 
 @contextmanager
-def _moved_into_place(path: Path | None) -> Iterator[Path | None]:
+def _moved_into_place(option: str, path: Path | None) -> Iterator[Path | None]:
     """Give a file beside ``path`` to write to, and move it there at the end, so that nobody sees half of it.
 
     Whether the place can be written is known before anything is measured.
@@ -305,11 +337,11 @@ def _moved_into_place(path: Path | None) -> Iterator[Path | None]:
         return
     target = Path(os.path.realpath(path))
     try:
-        _require(not target.exists() or target.is_file(), f"--json {path}", "must be a file", "another thing")
+        _require(not target.exists() or target.is_file(), f"{option} {path}", "must be a file", "another thing")
         handle, name = tempfile.mkstemp(dir=target.parent, prefix=".sfa-")
         os.close(handle)
     except OSError as error:
-        raise ValueError(f"--json {path}: must be a file that can be written; got {error.strerror}") from error
+        raise ValueError(f"{option} {path}: must be a file that can be written; got {error.strerror}") from error
     scratch = Path(name)
     try:
         yield scratch

@@ -1,4 +1,4 @@
-"""Measure a transformers DSA model on token windows: perplexity, kept attention mass, and parity with transformers.
+"""Measure a transformers DSA model on token windows: dense perplexity, and parity with transformers.
 
 The model's embedding, MLPs and head are transformers' code; its attention is this library's, except where the two
 are compared. Nothing here changes the model.
@@ -23,17 +23,9 @@ from .latent import latent_output, latent_projections
 from .layer import LayerOutput, sfa_layer
 from .params import LayerParams, init_params
 from .precision import wide
-from .selection_measures import attention_mass, selection_overlap
-from .selectors import best_keys
+from .selection_measures import selection_overlap
 
 ParamsOf = Callable[[nn.Module], LayerParams]
-
-
-class LayerMass(NamedTuple):
-    """Shares of dense attention's mass, averaged over heads and over the queries that see more than k keys."""
-
-    mass: float  # on the selected keys
-    best_mass: float  # on the k keys that hold most of it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,61 +99,6 @@ def dense_perplexity(
 
     with replace_attention(model, attend, config=config):
         return _perplexity(model, windows, tick)
-
-
-def sparse_perplexity(
-    model: nn.Module,
-    windows: Sequence[Tensor],
-    *,
-    config: SFAConfig,
-    k: int,
-    params_of: ParamsOf = layer_params,
-    tick: Callable[[], None] = lambda: None,
-) -> tuple[float, list[LayerMass]]:
-    """Return the perplexity with k keys per query, and what the selection keeps of dense attention in each layer.
-
-    Args:
-        model: a transformers DSA model.
-        windows: token batches from `token_windows`.
-        config: sizes and constants of its attention.
-        k: keys per query, >= 1.
-        params_of: gives a module's weights; `untrained_indexers` makes one that replaces the indexers.
-        tick: called after every window batch.
-
-    Returns:
-        ``(perplexity, one LayerMass per layer)``; masses are those of the hidden states that the sparse model sees,
-        and 1 where no query sees more than k keys.
-    """
-    config = replace(config, index_topk=k)
-    modules = attention_modules(model)
-    sums = torch.zeros(len(modules), 3, dtype=torch.float64)
-    number = {id(module): layer for layer, module in enumerate(modules)}
-
-    def attend(
-        module: nn.Module, x_TD: Tensor, batch: Batch, rope: tuple[Tensor, Tensor], selection: Tensor | None
-    ) -> LayerOutput:
-        params = params_of(module)
-        output = sfa_layer(params, x_TD, batch, config=config, selection=selection, rope=rope)
-        choosing_T = batch.end_T - batch.start_T > k
-        if bool(choosing_T.any()):
-            q_THE, _q_latent_TQ, kv_TE = latent_projections(params, x_TD, *rope, config=config)
-            q_THE, ranges = q_THE[choosing_T], (batch.start_T[choosing_T], batch.end_T[choosing_T])
-            chosen_TK = global_selection(output.selection_TK, batch)[choosing_T]
-            best = best_keys(config.softmax_scale)
-            best_TK = best(q_THE=q_THE, kv_SE=kv_TE, start_T=ranges[0], end_T=ranges[1], k=k, row_S=None)
-            scale = config.softmax_scale
-            dense_lse_TH = dense_attention(q_THE, kv_TE, *ranges, scale=scale, value_dim=1).lse_TH
-            kept = [
-                attention_mass(q_THE, kv_TE, topk_TK, *ranges, scale=scale, dense_lse_TH=dense_lse_TH)
-                for topk_TK in (chosen_TK, best_TK)
-            ]
-            sums[number[id(module)]] += torch.tensor([len(kept[0]), *(float(x.double().sum()) for x in kept)])
-        return output
-
-    with replace_attention(model, attend, config=config):
-        perplexity = _perplexity(model, windows, tick)
-    shares = [LayerMass(m / n, b / n) if n > 0 else LayerMass(1.0, 1.0) for n, m, b in sums.tolist()]
-    return perplexity, shares
 
 
 def untrained_indexers(model: nn.Module, *, config: SFAConfig, seed: int = 0) -> ParamsOf:

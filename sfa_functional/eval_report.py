@@ -1,0 +1,204 @@
+"""What ``sfa eval`` shows: selectors by name, tables for 80 columns, and a picture of mass, recall and perplexity."""
+
+import importlib
+import math
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich import box
+from rich.table import Table
+
+from .config import SFAConfig
+from .evaluate_model import ModelStats
+from .precision import require
+from .selectors import Selector, best_keys, block_topk, random_keys, window
+
+INDEXER, UNTRAINED = "indexer", "untrained"
+"""Names of what is no selector of its own: the model's indexers, and fresh ones in their place."""
+BESIDE = ("best", "window", "random")
+"""What `sfa eval` compares the indexer with, at one k, where nothing else is asked for."""
+COLUMNS = ("mass", "best_mass", "recall", "kl")
+
+
+def names_at(topks: list[int], asked: list[str] | None, *, untrained: bool, usual: int) -> dict[int, list[str]]:
+    """Say which selectors are run at which k, in the order shown.
+
+    Args:
+        topks: numbers of keys.
+        asked: names that are run at every k; None is the indexer everywhere, and `BESIDE` at one k.
+        untrained: add fresh indexers everywhere.
+        usual: the k for `BESIDE`, if it is among them; else the middle one.
+    """
+    one = usual if usual in topks else sorted(topks)[len(topks) // 2]
+    names = {}
+    for k in topks:
+        some = [INDEXER, *(BESIDE if k == one else ())] if asked is None else asked
+        names[k] = list(dict.fromkeys([*some, *([UNTRAINED] if untrained else [])]))
+    return names
+
+
+def named_selector(name: str, config: SFAConfig) -> Selector | None:
+    """Return the selector of a name; None for the lightning indexer.
+
+    Args:
+        name: ``indexer``, ``untrained``, ``best``, ``window``, ``random``, ``block:N`` (blocks of N keys), or
+            ``module:function`` for a selector of the user's own, imported from the working directory or the path.
+        config: gives `best_keys` the softmax's scale.
+
+    Returns:
+        A selector; `random_keys` with seed 0.
+
+    Raises:
+        ValueError: an unknown name, or a function that can't be imported.
+    """
+    head, _, rest = name.partition(":")
+    match head:
+        case "indexer" | "untrained" if not rest:
+            return None
+        case "best" if not rest:
+            return best_keys(config.softmax_scale)
+        case "window" if not rest:
+            return window
+        case "random" if not rest:
+            return random_keys(torch.Generator().manual_seed(0))
+        case "block":
+            known = rest.isascii() and rest.isdigit() and int(rest[:9]) >= 1
+            require(known, "--select", "a block must have its number of keys, as in block:16", name)
+            return block_topk(int(rest))
+    rule = "must be indexer, best, window, random, untrained, block:N or module:function"
+    require(bool(rest), "--select", rule, name)
+    return _imported(name, head, rest)
+
+
+def _imported(name: str, module: str, function: str) -> Selector:
+    before = list(sys.path)
+    sys.path.insert(0, str(Path.cwd()))
+    try:
+        found = getattr(importlib.import_module(module), function, None)
+    except Exception as error:  # whatever the user's module does when it is imported
+        raise ValueError(f"--select: {name} must be importable; got {type(error).__name__}: {error}") from error
+    finally:
+        sys.path[:] = before
+    if not callable(found):
+        raise ValueError(f"--select: {name} must be a function of its module; got {type(found).__name__}")
+    return found
+
+
+def shares(stats: ModelStats) -> dict[str, Any]:
+    """Return the numbers of one run: perplexity, and over all layers and for each, the metrics that are defined.
+
+    Where no query sees more than k keys, the selection is all that there is: masses and recall are 1, kl is left out.
+    """
+    return {
+        "perplexity": stats.perplexity,
+        **_metrics(stats.all_layers.mean),
+        "layers": [_metrics(part.mean) for part in stats.layers.values()],
+    }
+
+
+def _metrics(mean: Any) -> dict[str, float]:
+    found = {}
+    for metric in COLUMNS:
+        value, error = mean(metric)
+        if math.isnan(value) and metric != "kl":
+            value, error = 1.0, 0.0
+        if not math.isnan(value):
+            found[metric] = value
+        if error > 0:
+            found[f"{metric}_standard_error"] = error
+    return found
+
+
+def selector_tables(selectors: Mapping[str, Mapping[str, Any]], dense: float) -> list[tuple[str, Table]]:
+    """Lay out one table per k: a row per selector, dense attention first.
+
+    Args:
+        selectors: by k, then by name, as `shares` returns them.
+        dense: perplexity of dense attention.
+    """
+    tables = []
+    for k, runs in selectors.items():
+        table = plain_table("keys chosen by", "perplexity", "over dense", "mass kept", "recall", "KL")
+        table.add_row("all (dense)", f"{dense:.3f}", "", "1.0000", "", "")
+        for name, run in runs.items():
+            kl = f"{run['kl']:.4f}" if "kl" in run and name in (INDEXER, UNTRAINED) else ""
+            over = f"{run['perplexity'] / dense - 1:+.2%}"
+            numbers = f"{run['perplexity']:.3f}", over, f"{run['mass']:.4f}", f"{run['recall']:.4f}", kl
+            table.add_row(name if len(name) <= 20 else f"…{name[-19:]}", *numbers)
+        tables.append((f"k = {k}", table))
+    return tables
+
+
+def mass_tables(title: str, layers: Mapping[str, list[dict[str, float]]]) -> list[tuple[str, Table]]:
+    """Lay out the mass kept and the best possible, a row per layer, a column per k, at most four to a table."""
+    tables, ks = [], list(layers)
+    for some in (ks[first : first + 4] for first in range(0, len(ks), 4)):
+        table = plain_table("layer", *(f"k = {k}" for k in some))
+        for layer, rows in enumerate(zip(*(layers[k] for k in some), strict=True)):
+            table.add_row(str(layer), *(f"{row['mass']:.4f}/{row['best_mass']:.4f}" for row in rows))
+        tables.append((title, table))
+    return tables
+
+
+def plain_table(*headings: str) -> Table:
+    """Return an empty table whose columns are set flush right."""
+    table = Table(box=box.SIMPLE_HEAD)
+    for heading in headings:
+        table.add_column(heading, justify="right")
+    return table
+
+
+def plot_report(path: Path, result: Mapping[str, Any]) -> None:
+    """Draw mass kept and recall over k by layer, and perplexity over k by selector, into one PNG.
+
+    Args:
+        path: where to.
+        result: what `sfa eval` writes as JSON.
+
+    Raises:
+        ValueError: matplotlib is not installed.
+    """
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ValueError(
+            f"--plot: matplotlib must be installed: pip install 'sfa-functional[plot]'; got {error}"
+        ) from None
+    selectors = result["selectors"]
+    ks = [int(k) for k in selectors]
+    names = list(dict.fromkeys(name for runs in selectors.values() for name in runs))
+    first = INDEXER if INDEXER in names else names[0]  # what is run everywhere
+    figure = Figure(figsize=(12, 3.6), layout="constrained")
+    FigureCanvasAgg(figure)
+    mass, recall, perplexity = figure.subplots(1, 3)
+    layers = len(result["selectors"][str(ks[0])][first]["layers"])
+    for layer in range(layers):
+        runs = [selectors[str(k)][first]["layers"][layer] for k in ks]
+        color = f"C{layer % 10}" if layers <= 10 else (0.2, 0.3, 0.9 * layer / layers)
+        label = f"layer {layer}" if layers <= 10 or layer in (0, layers - 1) else None
+        mass.plot(ks, [run["mass"] for run in runs], "o-", color=color, label=label)
+        mass.plot(ks, [run["best_mass"] for run in runs], "--", color=color, linewidth=1)
+        recall.plot(ks, [run["recall"] for run in runs], "o-", color=color, label=label)
+    for name in names:
+        some = [k for k in ks if name in selectors[str(k)]]
+        perplexity.plot(some, [selectors[str(k)][name]["perplexity"] for k in some], "o-", label=name)
+    perplexity.axhline(result["perplexity_dense"], color="gray", linestyle=":", label="dense")
+    titles = f"attention mass kept by {first} (dashed: best k)", "share of the best k chosen", "perplexity"
+    for axis, title in zip((mass, recall, perplexity), titles, strict=True):
+        axis.set_title(title, fontsize=10)
+        axis.set_xlabel("keys per query")
+        axis.set_xscale("log", base=2)
+        axis.set_xticks(ks, [str(k) for k in ks])
+        axis.minorticks_off()
+        axis.grid(alpha=0.3)
+        axis.legend(fontsize=8)
+    perplexity.set_yscale("log")
+    low, high = perplexity.get_ylim()
+    ticks = [value for value in (1, 1.5, 2, 3, 4, 5, 7, 10, 15, 20, 30, 50, 100, 200, 500) if low <= value <= high]
+    perplexity.set_yticks(ticks, [f"{value:g}" for value in ticks])
+    perplexity.minorticks_off()
+    figure.savefig(path, dpi=130, format="png")
