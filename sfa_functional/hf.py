@@ -1,7 +1,8 @@
 """Run a Hugging Face transformers model (DeepSeek-V3.2, GLM-5) with its attention computed by this library.
 
 The model stays as it is: only the ``forward`` of its attention modules is replaced, on the instances and for the
-duration of a ``with``; weights are read at call time, so a model in training is always current.
+duration of a ``with``; weights are read at call time, so a model in training is always current. transformers' cache
+object stays the one place where keys are kept: it is written and read as transformers' own attention does.
 """
 
 from collections.abc import Callable, Iterator
@@ -14,15 +15,37 @@ from torch import Tensor, nn
 
 from .batch import Batch
 from .config import SFAConfig
+from .hf_params import layer_params, load_params
 from .implementation import Implementation
-from .layer import LayerOutput, sfa_layer
-from .params import HF_NAMES, NORM_FIELDS, LayerParams, named_fields, params_from_fields
+from .indexer import index_keys, index_queries, index_weights
+from .latent import latent_output, latent_projections
+from .layer import LayerOutput, attend_positions, choose_keys, sfa_layer
+from .params import LayerParams
 from .precision import require, without_autocast
-from .rotary import rope_cos_sin
+from .rotary import Pairing, rope_cos_sin
 from .selectors import Selector
+
+__all__ = [
+    "Attend",
+    "AttendCached",
+    "Store",
+    "attention_modules",
+    "layer_params",
+    "load_params",
+    "mask_to_batch",
+    "module_config",
+    "replace_attention",
+    "use_sfa",
+]
 
 Attend = Callable[[nn.Module, Tensor, Batch, tuple[Tensor, Tensor], Tensor | None], LayerOutput]
 """``attend(module, x_TD, batch, (cos, sin), selection_TK or None) -> LayerOutput``."""
+
+Store = Callable[[Tensor, Tensor | None], tuple[Tensor, Tensor | None]]
+"""``store(kv_TE, k_TI or None) -> (kv_SE, k_SI or None)``: cache the new tokens' keys, return those of all tokens."""
+
+AttendCached = Callable[[nn.Module, Tensor, Batch, tuple[Tensor, Tensor], Tensor | None, Store], LayerOutput]
+"""`Attend` beside a cache: the batch's key rows are those that ``store`` returns; it must be called, once."""
 
 
 def attention_modules(model: nn.Module) -> list[nn.Module]:
@@ -72,54 +95,6 @@ def _is_glm(module: nn.Module) -> bool:
     return hasattr(module, "skip_topk")
 
 
-def layer_params(module: nn.Module) -> LayerParams:
-    """Take the weights of a live attention module, as they are: no copy, gradients flow into them.
-
-    Args:
-        module: a ``DeepseekV32Attention`` or ``GlmMoeDsaAttention``.
-
-    Returns:
-        `LayerParams`; ``indexer`` is None in a shared layer.
-
-    Raises:
-        ValueError: a projection that is no plain linear map (adapted, quantised) or has a bias, by name.
-
-    Gradients: those of the module's parameters.
-    """
-    tensors = {}
-    for field, key in HF_NAMES.items():
-        owner_name, _, leaf = key.rpartition(".")
-        if owner_name.startswith("indexer") and getattr(module, "indexer", None) is None:
-            continue
-        owner = module.get_submodule(owner_name)
-        linear = type(owner) is nn.Linear or field in NORM_FIELDS
-        require(linear, "layer_params", f"{owner_name} must be a plain torch.nn.Linear", type(owner).__name__)
-        biased = linear and isinstance(owner, nn.Linear) and owner.bias is not None
-        require(not biased, "layer_params", f"{owner_name} must have no bias", "one")
-        tensors[field] = getattr(owner, leaf)
-    return params_from_fields(tensors)
-
-
-def load_params(module: nn.Module, params: LayerParams) -> None:
-    """Copy parameters into a live attention module, in place; nothing is written if anything does not fit.
-
-    Args:
-        module: the attention module.
-        params: weights of the same layer; cast to the module's dtypes.
-
-    Raises:
-        ValueError: another shape, or an indexer on one side only.
-    """
-    target, source = dict(named_fields(layer_params(module))), dict(named_fields(params))
-    require(target.keys() == source.keys(), "load_params", f"fields must be {sorted(target)}", sorted(source))
-    for name, tensor in target.items():
-        fits = tensor.shape == source[name].shape
-        require(fits, "load_params", f"{name} must have shape {list(tensor.shape)}", list(source[name].shape))
-    with torch.no_grad():
-        for name, tensor in target.items():
-            tensor.copy_(source[name])
-
-
 @contextmanager
 def use_sfa(
     model: nn.Module,
@@ -131,9 +106,13 @@ def use_sfa(
 ) -> Iterator[nn.Module]:
     """Run a transformers DSA model through `sfa_layer`, with its own live weights, and restore it on exit.
 
-    Whole forward passes without a cache: call the model with ``use_cache=False``. Batches, padding on either side
-    and packed documents work: visible ranges are read from the attention mask. Layers that share a selection get it
-    from the layer before, as in the model.
+    Batches, padding on either side and packed documents work: visible ranges are read from the attention mask. Layers
+    that share a selection get it from the layer before, as in the model. With a cache (``generate()``, beam search and
+    assisted decoding included) the parts of `sfa_layer` run on the rows that transformers' own cache holds, so a cache
+    filled outside of the ``with`` goes on inside, and the reverse.
+
+    FSDP2 (``fully_shard``) and tensor-parallel plans work, transformers' own and torch's: the numbers are those of one
+    process. Sharded weights are gathered for each layer (`layer_params`), and every rank computes all heads.
 
     Args:
         model: of type ``deepseek_v32`` or ``glm_moe_dsa``.
@@ -146,14 +125,16 @@ def use_sfa(
         The model.
 
     Raises:
-        ValueError: no DSA attention, topk < 1, a model that this library can't compute; in the forward: a cache, a
-            mask that is no range per query, or attention dropout in training.
+        ValueError: no DSA attention, topk < 1, a model that this library can't compute; in the forward: a cache that
+            keeps no index keys (dynamic and static ones made for the model do, quantised ones don't), a mask that is
+            no range per query, attention dropout in training, hidden states that are shards (sequence parallelism),
+            or weights that `layer_params` refuses. Nothing is cached then.
 
     Gradients: of inputs and weights, as without the library; indexers get none. Activation checkpointing runs the
         forward again in backward, so ``backward()`` belongs inside the ``with`` too: outside it, the recomputation
-        is transformers' own.
+        is transformers' own. A ``select`` that draws numbers must draw the same ones when it runs again.
     Precision: under ``torch.autocast`` attention is computed in the weights' dtype, and the result cast back.
-    Source: Hugging Face transformers 5.24, models/deepseek_v32 and models/glm_moe_dsa.
+    Source: Hugging Face transformers 5.24, models/deepseek_v32, models/glm_moe_dsa and cache_utils.py.
     """
     require(topk is None or topk >= 1, "use_sfa", "topk must be >= 1", topk)
     used = module_config(attention_modules(model)[0]) if config is None else config
@@ -173,12 +154,66 @@ def use_sfa(
             implementation=implementation,
         )
 
-    with replace_attention(model, attend, config=used):
+    def attend_cached(
+        module: nn.Module,
+        x_TD: Tensor,
+        batch: Batch,
+        rope: tuple[Tensor, Tensor],
+        selection: Tensor | None,
+        store: Store,
+    ) -> LayerOutput:
+        return _cached_layer(
+            layer_params(module),
+            x_TD,
+            batch,
+            store,
+            config=used,
+            selection=selection,
+            select=select,
+            rope=rope,
+            implementation=implementation,
+        )
+
+    with replace_attention(model, attend, config=used, attend_cached=attend_cached):
         yield model
 
 
+def _cached_layer(
+    params: LayerParams,
+    x_TD: Tensor,
+    batch: Batch,
+    store: Store,
+    *,
+    config: SFAConfig,
+    selection: Tensor | None,
+    select: Selector | None,
+    rope: tuple[Tensor, Tensor],
+    implementation: Implementation,
+) -> LayerOutput:
+    """Do what `sfa_layer` does, with ``store`` in the place of its pages."""
+    named = implementation if implementation is None or isinstance(implementation, str) else None
+    chosen = selection is not None or select is not None or params.indexer is not None
+    require(chosen, "use_sfa", "a layer without an indexer needs a selection or select=", "neither")
+    x_TD = torch.where(batch.request_T[:, None] >= 0, x_TD, 0)
+    q_THE, q_latent_TQ, kv_TE = latent_projections(params, x_TD, *rope, config=config, implementation=named)
+    q_TJI = k_TI = w_TJ = None
+    if params.indexer is not None:
+        k_TI = index_keys(params.indexer, x_TD, *rope, config=config)
+        q_TJI = index_queries(params.indexer, q_latent_TQ, *rope, config=config)
+        w_TJ = index_weights(params.indexer, x_TD, config=config)
+    kv_SE, k_SI = store(kv_TE, k_TI)
+    if selection is None:
+        selection = choose_keys(
+            q_TJI, k_SI, w_TJ, q_THE, kv_SE, batch, k=config.index_topk, select=select, implementation=named
+        )
+    out_THL, _ = attend_positions(q_THE, kv_SE, selection, batch, config=config, implementation=implementation)
+    return LayerOutput(latent_output(params, out_THL, config=config), selection, None)
+
+
 @contextmanager
-def replace_attention(model: nn.Module, attend: Attend, *, config: SFAConfig) -> Iterator[nn.Module]:
+def replace_attention(
+    model: nn.Module, attend: Attend, *, config: SFAConfig, attend_cached: AttendCached | None = None
+) -> Iterator[nn.Module]:
     """Replace the forward of every attention module by a function of packed tokens, and restore it on exit.
 
     Args:
@@ -186,7 +221,8 @@ def replace_attention(model: nn.Module, attend: Attend, *, config: SFAConfig) ->
         attend: called once per layer with the module, hidden states [B·T, D], the `Batch` read from the mask, cos and
             sin of the model's positions (float32, computed here), and the selection of the layer before (only in a
             layer without an indexer of its own).
-        config: gives the rope.
+        config: gives the rope, and the widths of cached rows.
+        attend_cached: called instead where the model is given a cache; None refuses one.
 
     Yields:
         The model.
@@ -195,7 +231,7 @@ def replace_attention(model: nn.Module, attend: Attend, *, config: SFAConfig) ->
     before = [module.__dict__.get("forward") for module in modules]
     try:
         for module in modules:
-            module.forward = _forward(module, attend, config)
+            module.forward = _forward(module, attend, attend_cached, config)
         yield model
     finally:
         for module, forward in zip(modules, before, strict=True):
@@ -205,7 +241,9 @@ def replace_attention(model: nn.Module, attend: Attend, *, config: SFAConfig) ->
                 module.forward = forward
 
 
-def _forward(module: nn.Module, attend: Attend, config: SFAConfig) -> Callable[..., tuple[Any, ...]]:
+def _forward(
+    module: nn.Module, attend: Attend, attend_cached: AttendCached | None, config: SFAConfig
+) -> Callable[..., tuple[Any, ...]]:
     live: Any = module
 
     def forward(
@@ -217,21 +255,33 @@ def _forward(module: nn.Module, attend: Attend, config: SFAConfig) -> Callable[.
         prev_topk_indices: Tensor | None = None,
         **other: Any,
     ) -> tuple[Any, ...]:
-        cache = other.get("past_key_values") if cache is None else cache
-        require(cache is None, "use_sfa", "whole forward passes only, call the model with use_cache=False", "a cache")
+        whole = not hasattr(hidden_states, "full_tensor")
+        require(whole, "use_sfa", "hidden states must be whole, not a DTensor", type(hidden_states).__name__)
         dropout = live.training and live.attention_dropout > 0
         require(not dropout, "use_sfa", "attention_dropout must be 0 in training", live.attention_dropout)
         batch_size, length, _width = hidden_states.shape
-        batch = mask_to_batch(attention_mask, batch_size, length)
+        cache = other.get("past_key_values") if cache is None else cache
+        keys, first = length, 0
+        if cache is not None:
+            rule = "whole forward passes only, call the model with use_cache=False"
+            require(attend_cached is not None, "replace_attention", rule, "a cache")
+            _require_index_cache(cache, live.layer_idx)
+            keys, first = cache.get_mask_sizes(length, live.layer_idx)[0], cache.get_seq_length(live.layer_idx)
+        batch = mask_to_batch(attention_mask, batch_size, length, keys=keys, first=first)
         if position_ids is None:
-            position_ids = torch.arange(length, device=hidden_states.device)[None]
-        cos, sin = rope_cos_sin(position_ids.expand(batch_size, length).flatten(), config)
+            position_ids = (torch.arange(length, device=hidden_states.device) + first)[None]
+        rope = rope_cos_sin(position_ids.expand(batch_size, length).flatten(), config)
         selection = None
         if live.indexer is None and prev_topk_indices is not None:
             selection = prev_topk_indices.flatten(0, 1).to(torch.int32)
         x_TD = hidden_states.flatten(0, 1)
         with without_autocast(x_TD):
-            output = attend(module, x_TD.to(live.kv_b_proj.weight.dtype), batch, (cos, sin), selection)
+            x_TD = x_TD.to(getattr(live.kv_b_proj, "weight", x_TD).dtype)
+            if cache is None or attend_cached is None:
+                output = attend(module, x_TD, batch, rope, selection)
+            else:
+                store = _store(cache, live.layer_idx, batch_size, config)
+                output = attend_cached(module, x_TD, batch, rope, selection, store)
         y = output.y_TD.unflatten(0, (batch_size, length)).to(hidden_states.dtype)
         if _is_glm(module):
             return y, None, output.selection_TK.unflatten(0, (batch_size, length))
@@ -240,42 +290,96 @@ def _forward(module: nn.Module, attend: Attend, config: SFAConfig) -> Callable[.
     return forward
 
 
-def mask_to_batch(attention_mask: Tensor | None, batch_size: int, length: int) -> Batch:
+def _require_index_cache(cache: Any, layer: int) -> None:
+    """Refuse a cache without a place for index keys, before anything is written."""
+    layers = getattr(cache, "layers", [])
+    held = layers[layer] if layer < len(layers) else getattr(cache, "layer_class_to_replicate", cache)
+    name = held.__name__ if isinstance(held, type) else type(held).__name__
+    rule = "the cache must keep index keys, as DynamicCache(config=model.config) and StaticCache do"
+    require(hasattr(held, "update_indexer"), "use_sfa", rule, name)
+
+
+def _store(cache: Any, layer: int, batch_size: int, config: SFAConfig) -> Store:
+    """Write one layer's new keys into a transformers cache and read all of them, in this library's column order.
+
+    transformers keeps latents as ``keys`` [B, 1, S, L], the rotated rope part as ``values`` [B, 1, S, R], and
+    ``indexer_keys`` [B, S, I]. What it rotated in pairs it stores with all first elements first.
+    """
+    rope_width = config.qk_rope_head_dim
+
+    def store(kv_TE: Tensor, k_TI: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        latent_TL, rope_TR = kv_TE.split([config.kv_lora_rank, rope_width], dim=-1)
+        new = (x.unflatten(0, (batch_size, 1, -1)) for x in (latent_TL, _pairs_apart(rope_TR, config.rope_pairing)))
+        latent, rope = (x.to(kv_TE.dtype).flatten(0, 2) for x in cache.update(*new, layer))
+        kv_SE = torch.cat([latent, _pairs_together(rope, config.rope_pairing)], dim=-1)
+        if k_TI is None:
+            return kv_SE, None
+        rotated, rest = k_TI.tensor_split([rope_width], dim=-1)
+        k_TI = torch.cat([_pairs_apart(rotated, config.index_rope_pairing), rest], dim=-1)
+        k_SI = cache.update_indexer(k_TI.unflatten(0, (batch_size, -1)), layer).to(k_TI.dtype).flatten(0, 1)
+        rotated, rest = k_SI.tensor_split([rope_width], dim=-1)
+        return kv_SE, torch.cat([_pairs_together(rotated, config.index_rope_pairing), rest], dim=-1)
+
+    return store
+
+
+def _pairs_apart(x: Tensor, pairing: Pairing) -> Tensor:
+    """Order columns as first elements, then second elements, of the pairs."""
+    return x if pairing == "half" else x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
+
+
+def _pairs_together(x: Tensor, pairing: Pairing) -> Tensor:
+    """Undo `_pairs_apart`."""
+    return x if pairing == "half" else x.unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2)
+
+
+def mask_to_batch(
+    attention_mask: Tensor | None,
+    batch_size: int,
+    length: int,
+    *,
+    keys: int | None = None,
+    first: int | Tensor = 0,
+) -> Batch:
     """Read a batch's visible ranges from a transformers attention mask.
 
     Args:
-        attention_mask: [B or 1, 1, T, T]; boolean (True = visible) or additive (0 = visible).
+        attention_mask: [B or 1, 1, T, S]; boolean (True = visible) or additive (0 = visible).
         batch_size: B, sequences of the batch.
         length: T, tokens of each, padding included.
+        keys: S, key rows of each; None is T. With a cache these are all rows that it returns.
+        first: tokens of each that are cached already.
 
     Returns:
-        A batch of B requests of T rows each; a token that sees nothing is padding.
+        A batch of B requests of T query rows and S key rows each; a token that sees nothing is padding.
 
     Raises:
         ValueError: no mask, another shape, or a row whose visible keys are not one run.
 
-    Cost: O(B·T²), and one wait for the device.
+    Cost: O(B·T·S), and one wait for the device.
     """
+    keys = length if keys is None else keys
     shape = None if attention_mask is None else tuple(attention_mask.shape)
-    if attention_mask is None or attention_mask.ndim != 4 or attention_mask.shape[2:] != (length, length):
-        raise ValueError(f"use_sfa: attention_mask must be [B, 1, {length}, {length}]; got {shape}")
+    if attention_mask is None or attention_mask.ndim != 4 or attention_mask.shape[2:] != (length, keys):
+        raise ValueError(f"use_sfa: attention_mask must be [B, 1, {length}, {keys}]; got {shape}")
     seen = attention_mask[:, 0] if attention_mask.dtype == torch.bool else attention_mask[:, 0] == 0
-    seen = seen.expand(batch_size, length, length)
+    seen = seen.expand(batch_size, length, keys)
     count = seen.sum(-1)
-    first = seen.to(torch.int8).argmax(-1)
-    last = length - seen.flip(-1).to(torch.int8).argmax(-1)
-    one_run = bool(((last - first == count) | (count == 0)).all())
+    lowest = seen.to(torch.int8).argmax(-1)
+    last = keys - seen.flip(-1).to(torch.int8).argmax(-1)
+    one_run = bool(((last - lowest == count) | (count == 0)).all())
     require(one_run, "use_sfa", "each query's visible keys must be one run of the attention mask", "holes")
     request = torch.arange(batch_size, device=seen.device)
-    key_start = request * length
+    key_start = request * keys
     some = (count > 0).flatten()
-    start = (key_start[:, None] + first).flatten()
+    start = (key_start[:, None] + lowest).flatten()
+    position = torch.arange(length, device=seen.device) + first
     return Batch(
-        position_T=torch.where(some, torch.arange(length, device=seen.device).repeat(batch_size), -1),
+        position_T=torch.where(some, position.repeat(batch_size), -1),
         request_T=torch.where(some, request.repeat_interleave(length), -1),
         start_T=torch.where(some, start, 0),
         end_T=torch.where(some, start + count.flatten(), 0),
         query_start_B1=torch.arange(batch_size + 1, device=seen.device) * length,
-        seq_len_B=torch.full_like(request, length),
+        seq_len_B=torch.zeros_like(request) + length + first,
         key_start_B=key_start,
     )

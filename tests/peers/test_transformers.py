@@ -719,19 +719,6 @@ def test_use_sfa_inside_use_sfa_restores_the_outer_one() -> None:
     assert_untouched(model)
 
 
-@pytest.mark.parametrize("variant", ["deepseek", "glm"])
-def test_a_cache_is_refused(variant: str) -> None:
-    model = make_model(variant)
-    ids_BT = padded_batch("left")["input_ids"]
-    refusal = r"use_sfa: whole forward passes only, call the model with use_cache=False; got a cache"
-    with hf.use_sfa(model):
-        with pytest.raises(ValueError, match=refusal):
-            model(input_ids=ids_BT)
-        with pytest.raises(ValueError, match=refusal):
-            model(input_ids=ids_BT, use_cache=False, cache=DynamicCache(config=model.config))
-    assert_untouched(model)
-
-
 def test_dropout_in_training_is_refused() -> None:
     model = make_model("deepseek", attention_dropout=0.1).train()
     inputs = padded_batch("left")
