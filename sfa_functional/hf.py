@@ -22,6 +22,7 @@ from .latent import latent_output, latent_projections
 from .layer import LayerOutput, attend_positions, choose_keys, sfa_layer
 from .params import LayerParams
 from .precision import require, without_autocast
+from .replay import Recording, Step, replay_selection
 from .rotary import Pairing, rope_cos_sin
 from .selectors import Selector
 
@@ -103,6 +104,8 @@ def use_sfa(
     select: Selector | None = None,
     implementation: Implementation = None,
     config: SFAConfig | None = None,
+    record: Callable[[Step], object] | None = None,
+    replay: Recording | None = None,
 ) -> Iterator[nn.Module]:
     """Run a transformers DSA model through `sfa_layer`, with its own live weights, and restore it on exit.
 
@@ -114,21 +117,32 @@ def use_sfa(
     FSDP2 (``fully_shard``) and tensor-parallel plans work, transformers' own and torch's: the numbers are those of one
     process. Sharded weights are gathered for each layer (`layer_params`), and every rank computes all heads.
 
+    A training run attends to what a rollout attended to:
+
+        steps = []
+        with use_sfa(model, record=steps.append):
+            ids = model.generate(prompt, ...)
+        with use_sfa(model, replay=record_selections(steps)):
+            logits = model(ids[:, :-1]).logits  # the last token was drawn and never went through the model
+
     Args:
         model: of type ``deepseek_v32`` or ``glm_moe_dsa``.
         topk: keys per query, >= 1; None is the model's own number. At least the context makes attention dense.
         select: another way to choose keys; None is the lightning indexer.
         implementation: passed on to `sfa_layer`.
         config: sizes and constants to use instead of the live model's (`module_config`).
+        record: takes the `Step` of every layer that chose, in every forward pass. Not for beams, which change rows.
+        replay: what to attend to instead of choosing, `replay_selection` of each layer; of the same requests, in order.
 
     Yields:
         The model.
 
     Raises:
-        ValueError: no DSA attention, topk < 1, a model that this library can't compute; in the forward: a cache that
-            keeps no index keys (dynamic and static ones made for the model do, quantised ones don't), a mask that is
-            no range per query, attention dropout in training, hidden states that are shards (sequence parallelism),
-            or weights that `layer_params` refuses. Nothing is cached then.
+        ValueError: no DSA attention, topk < 1, ``replay`` beside ``select`` or of another number of keys, a model that
+            this library can't compute; in the forward: tokens that were not recorded, a cache that keeps no index keys
+            (dynamic and static ones made for the model do, quantised ones don't), a mask that is no range per query,
+            attention dropout in training, hidden states that are shards (sequence parallelism), or weights that
+            `layer_params` refuses. Nothing is cached then.
 
     Gradients: of inputs and weights, as without the library; indexers get none. Activation checkpointing runs the
         forward again in backward, so ``backward()`` belongs inside the ``with`` too: outside it, the recomputation
@@ -139,11 +153,25 @@ def use_sfa(
     require(topk is None or topk >= 1, "use_sfa", "topk must be >= 1", topk)
     used = module_config(attention_modules(model)[0]) if config is None else config
     used = used if topk is None else replace(used, index_topk=topk)
+    require(select is None or replay is None, "use_sfa", "select= and replay= exclude each other", "both")
+    if replay is not None:
+        rule = f"a recording must hold {used.index_topk} keys per query"
+        require(replay.topk == used.index_topk, "use_sfa", rule, replay.topk)
+    number = {id(module): layer for layer, module in enumerate(attention_modules(model))}
+
+    def given(module: nn.Module, batch: Batch, selection: Tensor | None) -> Tensor | None:
+        return selection if replay is None else replay_selection(replay, number[id(module)], batch)
+
+    def told(module: nn.Module, batch: Batch, selection: Tensor | None, output: LayerOutput) -> LayerOutput:
+        if record is not None and selection is None:
+            record(Step(number[id(module)], batch, output.selection_TK.detach()))
+        return output
 
     def attend(
         module: nn.Module, x_TD: Tensor, batch: Batch, rope: tuple[Tensor, Tensor], selection: Tensor | None
     ) -> LayerOutput:
-        return sfa_layer(
+        selection = given(module, batch, selection)
+        output = sfa_layer(
             layer_params(module),
             x_TD,
             batch,
@@ -153,6 +181,7 @@ def use_sfa(
             rope=rope,
             implementation=implementation,
         )
+        return told(module, batch, selection, output)
 
     def attend_cached(
         module: nn.Module,
@@ -162,7 +191,8 @@ def use_sfa(
         selection: Tensor | None,
         store: Store,
     ) -> LayerOutput:
-        return _cached_layer(
+        selection = given(module, batch, selection)
+        output = _cached_layer(
             layer_params(module),
             x_TD,
             batch,
@@ -173,6 +203,7 @@ def use_sfa(
             rope=rope,
             implementation=implementation,
         )
+        return told(module, batch, selection, output)
 
     with replace_attention(model, attend, config=used, attend_cached=attend_cached):
         yield model

@@ -43,19 +43,19 @@ class Step(NamedTuple):
 def record_selections(steps: Iterable[Step]) -> Recording:
     """Put together what layers selected, step by step, into a recording of whole requests.
 
-    Tokens that belong to no request are left out. A request begins at its first token that is no padding: positions
-    count from there.
+    Tokens that belong to no request, or do not see themselves, are padding and left out. A request begins at its first
+    token that is none: positions count from there.
 
     Args:
         steps: of every layer that chose, in any order: one step for the whole batch, or one for each chunk or decoded
-            token of the same requests.
+            token of the same requests. Tokens may come again, as in decoding without a cache, with the same selection.
 
     Returns:
         `Recording`, on the CPU.
 
     Raises:
-        ValueError: no steps, selections that are not int32 [T, K] of one width, a token that is missing or was
-            recorded twice, or layers that recorded different tokens. Waits for the device.
+        ValueError: no steps, selections that are not int32 [T, K] of one width, a token that is missing or selected
+            other keys when it came again, or layers that recorded different tokens. Waits for the device.
 
     Gradients: none (integers).
     Cost: 4·K bytes per token and layer.
@@ -74,7 +74,7 @@ def record_selections(steps: Iterable[Step]) -> Recording:
     selections, lengths = {}, None
     for layer in sorted(by_layer):
         request_T, position_T, selection_TK = map(torch.cat, zip(*by_layer[layer], strict=True))
-        found, order = _whole(layer, request_T, position_T)
+        found, order = _whole(layer, request_T, position_T, selection_TK)
         rule = f"layer {layer} must have recorded the tokens that layer {min(by_layer)} did"
         require(lengths in (None, found), "record_selections", rule, f"requests of {list(found)} tokens")
         lengths, selections[layer] = found, selection_TK[order]
@@ -155,31 +155,37 @@ def _places(batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
     """Return each token's request, its position after the request's padding in front, and the length of that."""
     request_T, position_T = batch.request_T.cpu(), batch.position_T.cpu()
     start_T, end_T, key_start_B = batch.start_T.cpu(), batch.end_T.cpu(), batch.key_start_B.cpu()
-    known_T = (request_T >= 0) & (start_T < end_T)
     count = key_start_B.shape[0]
     if count == 0:
         return request_T, position_T, torch.zeros_like(position_T)
     place_T = request_T.clamp(min=0)
+    own_T = key_start_B[place_T] + position_T  # padding behind a request sees the request, but not itself
+    known_T = (request_T >= 0) & (start_T <= own_T) & (own_T < end_T)
     first_T = torch.where(known_T, start_T.long() - key_start_B[place_T], torch.iinfo(torch.int64).max)
     offset_B = torch.full((count,), torch.iinfo(torch.int64).max).scatter_reduce(0, place_T, first_T, "amin")
     offset_T = torch.where(known_T, offset_B[place_T], 0)
     return torch.where(known_T, request_T, -1), torch.where(known_T, position_T - offset_T, -1), offset_T
 
 
-def _whole(layer: int, request_T: Tensor, position_T: Tensor) -> tuple[tuple[int, ...], Tensor]:
-    """Return each request's length and the order that puts tokens where they belong; refuse gaps and repeats."""
-    count = int(request_T.max()) + 1 if len(request_T) else 0
-    lengths_B = torch.bincount(request_T, minlength=count)
-    order = torch.argsort(request_T * (int(position_T.max()) + 1) + position_T) if len(position_T) else position_T
-    place_T = torch.arange(len(order)) - (lengths_B.cumsum(0) - lengths_B)[request_T[order]]
-    wrong_T = position_T[order] != place_T
-    if bool(wrong_T.any()):
-        t = int(wrong_T.nonzero()[0, 0])
-        request, position, place = int(request_T[order][t]), int(position_T[order][t]), int(place_T[t])
-        what = "was recorded twice" if position < place else f"is missing before {position}"
-        place = position if position < place else place
-        raise ValueError(
-            f"record_selections: every token must be recorded once; position {place} of request "
-            f"{request} {what} in layer {layer}"
-        )
+def _whole(layer: int, request_T: Tensor, position_T: Tensor, selection_TK: Tensor) -> tuple[tuple[int, ...], Tensor]:
+    """Return each request's length and the order that puts tokens where they belong; refuse gaps and contradictions."""
+    if len(request_T) == 0:
+        return (), request_T
+    order = torch.argsort(request_T * (int(position_T.max()) + 1) + position_T, stable=True)
+    request_T, position_T, selection_TK = request_T[order], position_T[order], selection_TK[order]
+    again_T = torch.zeros_like(request_T, dtype=torch.bool)
+    again_T[1:] = (request_T[1:] == request_T[:-1]) & (position_T[1:] == position_T[:-1])
+    other_T = (selection_TK != selection_TK.roll(1, 0)).any(-1) & again_T
+    if bool(other_T.any()):
+        t = int(other_T.nonzero()[0, 0])
+        where = f"position {int(position_T[t])} of request {int(request_T[t])} in layer {layer}"
+        raise ValueError(f"record_selections: a token must select the same keys each time; got others at {where}")
+    order, request_T, position_T = order[~again_T], request_T[~again_T], position_T[~again_T]
+    lengths_B = torch.bincount(request_T)
+    place_T = torch.arange(len(order)) - (lengths_B.cumsum(0) - lengths_B)[request_T]
+    missing_T = position_T != place_T
+    if bool(missing_T.any()):
+        t = int(missing_T.nonzero()[0, 0])
+        where = f"position {int(place_T[t])} of request {int(request_T[t])} in layer {layer}"
+        raise ValueError(f"record_selections: every token must be recorded; got none at {where}")
     return tuple(lengths_B.tolist()), order
