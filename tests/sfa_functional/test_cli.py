@@ -103,9 +103,61 @@ def test_eval_writes_every_number_and_agrees_with_transformers(name, request, te
     dense = result["perplexity_dense"]
     assert result["perplexity_at_k"]["100"] == pytest.approx(dense, rel=1e-5)
     assert all(row["mass"] == 1 for row in result["layers"]["100"])
+    assert {k: list(runs) for k, runs in result["selectors"].items()} == {
+        "8": ["indexer", "best", "window", "random", "untrained"],  # the model's own number of keys
+        "16": ["indexer", "untrained"],
+        "100": ["indexer", "untrained"],
+    }
+    for k, runs in result["selectors"].items():
+        assert runs["indexer"]["perplexity"] == result["perplexity_at_k"][k]
+        assert runs["indexer"]["layers"] == result["layers"][k]
+        assert all(0 < run["mass"] <= run["best_mass"] + 1e-6 and 0 <= run["recall"] <= 1 for run in runs.values())
+    if name == "deepseek":  # a shared layer takes what was best for another
+        assert result["selectors"]["8"]["best"]["recall"] == 1
+    assert result["selectors"]["8"]["indexer"]["kl"] > 0
     printed = capsys.readouterr().out
     assert f"{dense:.3f}" in printed
     assert max(map(len, printed.splitlines())) <= 80
+
+
+def test_selectors_asked_for_run_at_every_k(deepseek, text, tmp_path, monkeypatch, capsys):
+    """The user's own among them, from a module in the working directory; blocks of one key are the indexer's choice."""
+    (tmp_path / "mine.py").write_text("from sfa_functional import window as last\nnumber = 3\n")
+    monkeypatch.chdir(tmp_path)
+    out, picture = tmp_path / "out.json", tmp_path / "out.png"
+    names = ["window", "mine:last", "indexer", "block:1"]
+    options = "--context", 60, "--topk", 8, 16, "--rows", 20, "--json", out, "--plot", picture
+    run(deepseek, "--text", text, *options, "--select", *names)
+    result = json.loads(out.read_text())
+    assert [list(runs) for runs in result["selectors"].values()] == [names, names]
+    for runs in result["selectors"].values():
+        assert runs["mine:last"]["perplexity"] == runs["window"]["perplexity"]
+        assert runs["block:1"]["perplexity"] == runs["indexer"]["perplexity"] != runs["window"]["perplexity"]
+        assert runs["indexer"]["mass_standard_error"] > 0
+    assert max(map(len, capsys.readouterr().out.splitlines())) <= 80
+    assert picture.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+
+
+def test_a_picture_can_be_drawn_of_one_k_and_without_the_indexer(deepseek, text, tmp_path):
+    options = "--context", 60, "--topk", 8, "--select", "random", "--plot", tmp_path / "out.png"
+    run(deepseek, "--text", text, *options)
+    assert (tmp_path / "out.png").stat().st_size > 10_000
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("nobody", "must be indexer, best, window, random, untrained, block:N or module:function; got nobody"),
+        ("best:3", "must be importable"),
+        ("block:0", "a block must have its number of keys"),
+        ("block:x", "a block must have its number of keys"),
+        ("missing_module:f", "missing_module:f must be importable; got ModuleNotFoundError"),
+        ("json:nothing", "json:nothing must be a function of its module; got NoneType"),
+        ("string:digits", "string:digits must be a function of its module; got str"),
+    ],
+)
+def test_selectors_that_can_not_be_found_are_refused(name, words, deepseek, text, capsys):
+    assert words in refusal(capsys, deepseek, "--text", text, "--select", name)
 
 
 def test_dense_perplexity_is_that_of_transformers(deepseek, text, tmp_path):
@@ -156,7 +208,7 @@ def test_bundled_checkpoint_keeps_its_promises(tmp_path):
     """k = context / 8: at least 0.97 of the best mass in every layer, within 3 % of dense, untrained far worse."""
     text, out = tmp_path / "text.txt", tmp_path / "out.json"
     text.write_text(held_out_text()[: 6 * 512])
-    run("--text", text, "--topk", 64, "--untrained", "--json", out)
+    run("--text", text, "--topk", 64, "--select", "indexer", "untrained", "--json", out)
     result = json.loads(out.read_text())
     assert result["context"] == 512
     assert len(result["layers"]["64"]) == 4
