@@ -15,21 +15,18 @@ from torch import Tensor, nn
 
 from .batch import Batch
 from .config import SFAConfig
+from .hf_cache import Store, cache_store, cached_layer, require_index_cache
 from .hf_params import layer_params, load_params
 from .implementation import Implementation
-from .indexer import index_keys, index_queries, index_weights
-from .latent import latent_output, latent_projections
-from .layer import LayerOutput, attend_positions, choose_keys, sfa_layer
-from .params import LayerParams
+from .layer import LayerOutput, sfa_layer
 from .precision import require, without_autocast
 from .replay import Recording, Step, replay_selection
-from .rotary import Pairing, rope_cos_sin
+from .rotary import rope_cos_sin
 from .selectors import Selector
 
 __all__ = [
     "Attend",
     "AttendCached",
-    "Store",
     "attention_modules",
     "layer_params",
     "load_params",
@@ -41,9 +38,6 @@ __all__ = [
 
 Attend = Callable[[nn.Module, Tensor, Batch, tuple[Tensor, Tensor], Tensor | None], LayerOutput]
 """``attend(module, x_TD, batch, (cos, sin), selection_TK or None) -> LayerOutput``."""
-
-Store = Callable[[Tensor, Tensor | None], tuple[Tensor, Tensor | None]]
-"""``store(kv_TE, k_TI or None) -> (kv_SE, k_SI or None)``: cache the new tokens' keys, return those of all tokens."""
 
 AttendCached = Callable[[nn.Module, Tensor, Batch, tuple[Tensor, Tensor], Tensor | None, Store], LayerOutput]
 """`Attend` beside a cache: the batch's key rows are those that ``store`` returns; it must be called, once."""
@@ -144,9 +138,10 @@ def use_sfa(
             attention dropout in training, hidden states that are shards (sequence parallelism), or weights that
             `layer_params` refuses. Nothing is cached then.
 
-    Gradients: of inputs and weights, as without the library; indexers get none. Activation checkpointing runs the
-        forward again in backward, so ``backward()`` belongs inside the ``with`` too: outside it, the recomputation
-        is transformers' own. A ``select`` that draws numbers must draw the same ones when it runs again.
+    Gradients: of inputs and weights, as without the library; indexers get none. Activation checkpointing runs a layer
+        again in backward. With transformers' own, enabled before the ``with``, ``backward()`` may come after it; with
+        another one it belongs inside, or the recomputation is transformers'. A ``select`` that draws numbers must
+        draw the same ones when it runs again.
     Precision: under ``torch.autocast`` attention is computed in the weights' dtype, and the result cast back.
     Source: Hugging Face transformers 5.24, models/deepseek_v32, models/glm_moe_dsa and cache_utils.py.
     """
@@ -192,7 +187,7 @@ def use_sfa(
         store: Store,
     ) -> LayerOutput:
         selection = given(module, batch, selection)
-        output = _cached_layer(
+        output = cached_layer(
             layer_params(module),
             x_TD,
             batch,
@@ -209,43 +204,14 @@ def use_sfa(
         yield model
 
 
-def _cached_layer(
-    params: LayerParams,
-    x_TD: Tensor,
-    batch: Batch,
-    store: Store,
-    *,
-    config: SFAConfig,
-    selection: Tensor | None,
-    select: Selector | None,
-    rope: tuple[Tensor, Tensor],
-    implementation: Implementation,
-) -> LayerOutput:
-    """Do what `sfa_layer` does, with ``store`` in the place of its pages."""
-    named = implementation if implementation is None or isinstance(implementation, str) else None
-    chosen = selection is not None or select is not None or params.indexer is not None
-    require(chosen, "use_sfa", "a layer without an indexer needs a selection or select=", "neither")
-    x_TD = torch.where(batch.request_T[:, None] >= 0, x_TD, 0)
-    q_THE, q_latent_TQ, kv_TE = latent_projections(params, x_TD, *rope, config=config, implementation=named)
-    q_TJI = k_TI = w_TJ = None
-    if params.indexer is not None:
-        k_TI = index_keys(params.indexer, x_TD, *rope, config=config)
-        q_TJI = index_queries(params.indexer, q_latent_TQ, *rope, config=config)
-        w_TJ = index_weights(params.indexer, x_TD, config=config)
-    kv_SE, k_SI = store(kv_TE, k_TI)
-    if selection is None:
-        selection = choose_keys(
-            q_TJI, k_SI, w_TJ, q_THE, kv_SE, batch, k=config.index_topk, select=select, implementation=named
-        )
-    out_THL, _ = attend_positions(q_THE, kv_SE, selection, batch, config=config, implementation=implementation)
-    return LayerOutput(latent_output(params, out_THL, config=config), selection, None)
-
-
 @contextmanager
 def replace_attention(
     model: nn.Module, attend: Attend, *, config: SFAConfig, attend_cached: AttendCached | None = None
 ) -> Iterator[nn.Module]:
     """Replace the forward of every attention module by a function of packed tokens, and restore it on exit.
+
+    Where transformers' activation checkpointing is on, a layer is recomputed with the function that it ran with, also
+    if ``backward()`` comes after the exit.
 
     Args:
         model: of type ``deepseek_v32`` or ``glm_moe_dsa``.
@@ -259,17 +225,54 @@ def replace_attention(
         The model.
     """
     modules = attention_modules(model)
+    forwards = [_forward(module, attend, attend_cached, config) for module in modules]
+    checkpointed: list[Any] = [module for module in model.modules() if _CHECKPOINT in module.__dict__]
+    before = [module.__dict__[_CHECKPOINT] for module in checkpointed]
+    during = [_recompute_with(checkpoint, modules, forwards) for checkpoint in before]
+    try:
+        for module, checkpoint in zip(checkpointed, during, strict=True):
+            setattr(module, _CHECKPOINT, checkpoint)
+        with _installed(modules, forwards):
+            yield model
+    finally:
+        for module, old, new in zip(checkpointed, before, during, strict=True):
+            if module.__dict__.get(_CHECKPOINT) is new:  # else it was set anew in the meantime
+                setattr(module, _CHECKPOINT, old)
+
+
+_CHECKPOINT = "_gradient_checkpointing_func"
+"""What a layer of transformers calls ``checkpoint`` through, once activation checkpointing is enabled."""
+
+
+def _recompute_with(
+    checkpoint: Callable[..., Any], modules: list[nn.Module], forwards: list[Callable[..., Any]]
+) -> Callable[..., Any]:
+    """Have a checkpointed function run with these forwards each time, not with those of the time of backward."""
+
+    def checkpoint_with(function: Callable[..., Any], *inputs: Any, **settings: Any) -> Any:
+        def run(*inputs: Any, **named: Any) -> Any:
+            with _installed(modules, forwards):
+                return function(*inputs, **named)
+
+        return checkpoint(run, *inputs, **settings)
+
+    return checkpoint_with
+
+
+@contextmanager
+def _installed(modules: list[nn.Module], forwards: list[Callable[..., Any]]) -> Iterator[None]:
+    """Put forwards on module instances and take them off again."""
     before = [module.__dict__.get("forward") for module in modules]
     try:
-        for module in modules:
-            module.forward = _forward(module, attend, attend_cached, config)
-        yield model
+        for module, forward in zip(modules, forwards, strict=True):
+            module.forward = forward
+        yield
     finally:
-        for module, forward in zip(modules, before, strict=True):
-            if forward is None:
+        for module, old in zip(modules, before, strict=True):
+            if old is None:
                 module.__dict__.pop("forward", None)
             else:
-                module.forward = forward
+                module.forward = old
 
 
 def _forward(
@@ -296,7 +299,7 @@ def _forward(
         if cache is not None:
             rule = "whole forward passes only, call the model with use_cache=False"
             require(attend_cached is not None, "replace_attention", rule, "a cache")
-            _require_index_cache(cache, live.layer_idx)
+            require_index_cache(cache, live.layer_idx)
             keys, first = cache.get_mask_sizes(length, live.layer_idx)[0], cache.get_seq_length(live.layer_idx)
         batch = mask_to_batch(attention_mask, batch_size, length, keys=keys, first=first)
         if position_ids is None:
@@ -311,7 +314,7 @@ def _forward(
             if cache is None or attend_cached is None:
                 output = attend(module, x_TD, batch, rope, selection)
             else:
-                store = _store(cache, live.layer_idx, batch_size, config)
+                store = cache_store(cache, live.layer_idx, batch_size, config)
                 output = attend_cached(module, x_TD, batch, rope, selection, store)
         y = output.y_TD.unflatten(0, (batch_size, length)).to(hidden_states.dtype)
         if _is_glm(module):
@@ -319,49 +322,6 @@ def _forward(
         return y, None
 
     return forward
-
-
-def _require_index_cache(cache: Any, layer: int) -> None:
-    """Refuse a cache without a place for index keys, before anything is written."""
-    layers = getattr(cache, "layers", [])
-    held = layers[layer] if layer < len(layers) else getattr(cache, "layer_class_to_replicate", cache)
-    name = held.__name__ if isinstance(held, type) else type(held).__name__
-    rule = "the cache must keep index keys, as DynamicCache(config=model.config) and StaticCache do"
-    require(hasattr(held, "update_indexer"), "use_sfa", rule, name)
-
-
-def _store(cache: Any, layer: int, batch_size: int, config: SFAConfig) -> Store:
-    """Write one layer's new keys into a transformers cache and read all of them, in this library's column order.
-
-    transformers keeps latents as ``keys`` [B, 1, S, L], the rotated rope part as ``values`` [B, 1, S, R], and
-    ``indexer_keys`` [B, S, I]. What it rotated in pairs it stores with all first elements first.
-    """
-    rope_width = config.qk_rope_head_dim
-
-    def store(kv_TE: Tensor, k_TI: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        latent_TL, rope_TR = kv_TE.split([config.kv_lora_rank, rope_width], dim=-1)
-        new = (x.unflatten(0, (batch_size, 1, -1)) for x in (latent_TL, _pairs_apart(rope_TR, config.rope_pairing)))
-        latent, rope = (x.to(kv_TE.dtype).flatten(0, 2) for x in cache.update(*new, layer))
-        kv_SE = torch.cat([latent, _pairs_together(rope, config.rope_pairing)], dim=-1)
-        if k_TI is None:
-            return kv_SE, None
-        rotated, rest = k_TI.tensor_split([rope_width], dim=-1)
-        k_TI = torch.cat([_pairs_apart(rotated, config.index_rope_pairing), rest], dim=-1)
-        k_SI = cache.update_indexer(k_TI.unflatten(0, (batch_size, -1)), layer).to(k_TI.dtype).flatten(0, 1)
-        rotated, rest = k_SI.tensor_split([rope_width], dim=-1)
-        return kv_SE, torch.cat([_pairs_together(rotated, config.index_rope_pairing), rest], dim=-1)
-
-    return store
-
-
-def _pairs_apart(x: Tensor, pairing: Pairing) -> Tensor:
-    """Order columns as first elements, then second elements, of the pairs."""
-    return x if pairing == "half" else x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
-
-
-def _pairs_together(x: Tensor, pairing: Pairing) -> Tensor:
-    """Undo `_pairs_apart`."""
-    return x if pairing == "half" else x.unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2)
 
 
 def mask_to_batch(

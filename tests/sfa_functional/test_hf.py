@@ -204,6 +204,56 @@ def test_a_cache_without_index_keys_is_refused_before_it_is_written(variant: str
     assert plain.get_seq_length() == 0
 
 
+def test_padding_that_holds_nan_reaches_no_other_token() -> None:
+    model = make_model("glm").eval()
+    inputs = prompts()
+    inputs["input_ids"] = torch.where(inputs["attention_mask"] > 0, inputs["input_ids"].clamp(max=95), 96)
+    with torch.no_grad():
+        clean = generate(model, inputs, max_new_tokens=3)
+        model.model.embed_tokens.weight[96] = torch.nan
+        with hf.use_sfa(model):
+            check_same_generation(generate(model, inputs, max_new_tokens=3), clean)
+
+
+def test_a_cache_filled_under_autocast_goes_on_without() -> None:
+    """Its rows are bfloat16 then, and the model's float32; both orders, as close as bfloat16 is."""
+    model = make_model("deepseek", index_topk=64).eval()
+    with torch.no_grad():  # weights of a size at which bfloat16 still says something
+        for weight in model.parameters():
+            weight.mul_(0.5 if weight.ndim == 2 else 1)
+    ids_BT = prompts()["input_ids"]
+    with torch.no_grad():
+        want = model(ids_BT, use_cache=False).logits[:, 15:]
+        for ours_first in (False, True):
+            cache = DynamicCache(config=model.config)
+            with torch.autocast("cpu", torch.bfloat16):
+                if ours_first:
+                    with hf.use_sfa(model):
+                        model(ids_BT[:, :15], cache=cache)
+                else:
+                    model(ids_BT[:, :15], cache=cache)
+            with hf.use_sfa(model):
+                got = model(ids_BT[:, 15:], cache=cache).logits
+            assert got.dtype == torch.float32
+            assert (got - want).norm() < 0.05 * want.norm(), ours_first
+
+
+def test_masks_of_a_continuation_become_ranges_behind_the_cached_rows() -> None:
+    """Two new tokens behind three cached ones, in a static cache of seven rows; the second prompt begins at row 2."""
+    seen = torch.tensor([[1, 1, 1, 1, 0, 0, 0], [1, 1, 1, 1, 1, 0, 0], [0, 0, 1, 1, 0, 0, 0], [0, 0, 1, 1, 1, 0, 0]])
+    mask = seen.view(2, 1, 2, 7)
+    for given in (mask.bool(), torch.where(mask > 0, 0.0, torch.finfo(torch.float32).min)):
+        for first in (3, torch.tensor(3)):
+            batch = hf.mask_to_batch(given, 2, 2, keys=7, first=first)
+            assert batch.start_T.tolist() == [0, 0, 9, 9]
+            assert batch.end_T.tolist() == [4, 5, 11, 12]
+            assert batch.position_T.tolist() == [3, 4, 3, 4]
+            assert batch.request_T.tolist() == [0, 0, 1, 1]
+            assert batch.key_start_B.tolist() == [0, 7]
+            assert batch.seq_len_B.tolist() == [5, 5]
+            assert batch.query_start_B1.tolist() == [0, 2, 4]
+
+
 def test_replace_attention_refuses_a_cache_unless_it_is_told_what_to_do_with_one() -> None:
     model = make_model("deepseek")
     config = hf.module_config(hf.attention_modules(model)[0])
@@ -293,6 +343,44 @@ def test_activation_checkpointing_gives_the_same_gradients(variant: str, reentra
         else:
             close(plain[name], gradient, 1e-4)
             assert torch.equal(recomputed[name], plain[name])
+
+
+@types
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_layer_is_recomputed_as_it_ran_also_after_the_with(variant: str, reentrant: bool) -> None:
+    model = make_model(variant, index_topk=64).train()
+    inputs = prompts()
+    names = [name for name, _ in model.named_parameters()]
+
+    def loss() -> Tensor:
+        model.zero_grad()
+        return model(**inputs, use_cache=False).logits.square().mean()
+
+    def gradients() -> list[Tensor | None]:
+        return [None if x.grad is None else x.grad.clone() for x in model.parameters()]
+
+    with hf.use_sfa(model, topk=3):
+        loss().backward()
+    want = gradients()
+    model.activation_checkpointing_enable({"use_reentrant": reentrant})
+    before = [vars(layer)["_gradient_checkpointing_func"] for layer in model.model.layers]
+    with hf.use_sfa(model, topk=3), hf.use_sfa(model, topk=9), hf.use_sfa(model, topk=3):
+        late = loss()
+    late.backward()
+    assert [vars(layer)["_gradient_checkpointing_func"] for layer in model.model.layers] == before
+    assert all("forward" not in vars(module) for module in hf.attention_modules(model))
+    for name, got, gradient in zip(names, gradients(), want, strict=True):
+        assert (got is None) == (gradient is None), name
+        assert got is None or torch.equal(got, gradient), name
+
+
+def test_checkpointing_that_is_enabled_inside_the_with_stays_enabled() -> None:
+    model = make_model("deepseek").train()
+    model.activation_checkpointing_enable({"use_reentrant": True})
+    with hf.use_sfa(model):
+        model.activation_checkpointing_enable({"use_reentrant": False})
+        set_inside = [vars(layer)["_gradient_checkpointing_func"] for layer in model.model.layers]
+    assert [vars(layer)["_gradient_checkpointing_func"] for layer in model.model.layers] == set_inside
 
 
 # What is left behind
