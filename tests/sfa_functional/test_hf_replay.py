@@ -31,7 +31,7 @@ def rollout(model, ids, *, cache, topk=4, mask=None):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("cache", [False, True])
 def test_a_replayed_pass_attends_to_what_decoding_selected(kind, cache):
-    """Through the cache token by token, then whole: equal to float64's rounding, though the indexers have changed."""
+    """Through the cache token by token, then whole: though the indexers have changed; generate gives logits in float32."""
     model, ids = make(kind, torch.float64).eval(), drawn(2, 14)
     whole, logits, recording = rollout(model, ids, cache=cache)
     assert recording.lengths == (19, 19)
@@ -42,7 +42,7 @@ def test_a_replayed_pass_attends_to_what_decoding_selected(kind, cache):
         with sfa.use_sfa(model, topk=4, **named), torch.no_grad():
             return model(whole[:, :-1], use_cache=False).logits[:, -6:]
 
-    assert (again(replay=recording) - logits).abs().max() < 1e-9
+    assert (again(replay=recording) - logits).abs().max() < 1e-5
     assert (again() - logits).abs().max() > 1e-3
 
 
@@ -82,7 +82,7 @@ def test_a_rollout_padded_on_the_left_is_replayed_padded_on_the_right(kind):
     with sfa.use_sfa(model, topk=4, replay=recording), torch.no_grad():
         got = model(rows, attention_mask=right, use_cache=False).logits
     assert (got[0, 8:14] - logits[0]).abs().max() < 1e-4  # cosines are float32, and positions moved by five
-    assert (got[1, 13:] - logits[1]).abs().max() < 1e-9
+    assert (got[1, 13:] - logits[1]).abs().max() < 1e-5
 
 
 def test_through_a_file_in_chunks_through_a_cache(tmp_path):
@@ -95,10 +95,10 @@ def test_through_a_file_in_chunks_through_a_cache(tmp_path):
         cache, got = None, []
         for chunk in whole[:, :-1].split([9, 1, 5, 4], dim=1):
             with torch.no_grad():
-                out = model(chunk, past_key_values=cache, use_cache=True)
+                out = model(chunk, cache=cache, use_cache=True)
             cache = out.past_key_values
             got.append(out.logits)
-    assert (torch.cat(got, 1)[:, -6:] - logits).abs().max() < 1e-9
+    assert (torch.cat(got, 1)[:, -6:] - logits).abs().max() < 1e-5
 
 
 def test_what_does_not_fit_is_refused():
