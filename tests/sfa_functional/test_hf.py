@@ -204,7 +204,7 @@ def test_a_cache_without_index_keys_is_refused_before_it_is_written(variant: str
     assert plain.get_seq_length() == 0
 
 
-def test_padding_that_holds_nan_reaches_no_other_token() -> None:
+def test_padding_that_holds_nan_reaches_no_other_token_and_no_cached_row() -> None:
     model = make_model("glm").eval()
     inputs = prompts()
     inputs["input_ids"] = torch.where(inputs["attention_mask"] > 0, inputs["input_ids"].clamp(max=95), 96)
@@ -212,11 +212,14 @@ def test_padding_that_holds_nan_reaches_no_other_token() -> None:
         clean = generate(model, inputs, max_new_tokens=3)
         model.model.embed_tokens.weight[96] = torch.nan
         with hf.use_sfa(model):
-            check_same_generation(generate(model, inputs, max_new_tokens=3), clean)
+            ours = generate(model, inputs, max_new_tokens=3)
+    check_same_generation(ours, clean)
+    assert all(bool(x.isfinite().all()) for layer in ours.cache.layers for x in (layer.keys, layer.values))
 
 
-def test_a_cache_filled_under_autocast_goes_on_without() -> None:
-    """Its rows are bfloat16 then, and the model's float32; both orders, as close as bfloat16 is."""
+@pytest.mark.parametrize("kind", ["dynamic", "static"])
+def test_a_cache_filled_under_autocast_goes_on_without(kind: str) -> None:
+    """Its latents are bfloat16 then and stay so, while the weights are float32."""
     model = make_model("deepseek", index_topk=64).eval()
     with torch.no_grad():  # weights of a size at which bfloat16 still says something
         for weight in model.parameters():
@@ -224,18 +227,19 @@ def test_a_cache_filled_under_autocast_goes_on_without() -> None:
     ids_BT = prompts()["input_ids"]
     with torch.no_grad():
         want = model(ids_BT, use_cache=False).logits[:, 15:]
-        for ours_first in (False, True):
-            cache = DynamicCache(config=model.config)
-            with torch.autocast("cpu", torch.bfloat16):
-                if ours_first:
-                    with hf.use_sfa(model):
-                        model(ids_BT[:, :15], cache=cache)
-                else:
-                    model(ids_BT[:, :15], cache=cache)
-            with hf.use_sfa(model):
-                got = model(ids_BT[:, 15:], cache=cache).logits
-            assert got.dtype == torch.float32
-            assert (got - want).norm() < 0.05 * want.norm(), ours_first
+        cache: Any = DynamicCache(config=model.config)
+        if kind == "static":
+            cache = StaticCache(config=model.config, max_cache_len=20)
+        with torch.autocast("cpu", torch.bfloat16):
+            model(ids_BT[:, :15], cache=cache)
+        layer = cache.layers[0]
+        dtypes = layer.keys.dtype, layer.values.dtype, layer.indexer_keys.dtype
+        with hf.use_sfa(model):
+            got = model(ids_BT[:, 15:], cache=cache).logits
+    assert got.dtype == torch.float32
+    assert (got - want).norm() < 0.05 * want.norm()
+    assert dtypes[0] == torch.bfloat16
+    assert dtypes == (layer.keys.dtype, layer.values.dtype, layer.indexer_keys.dtype)
 
 
 def test_masks_of_a_continuation_become_ranges_behind_the_cached_rows() -> None:

@@ -158,6 +158,28 @@ def test_gradients_of_weights_gathered_outside_of_a_forward_are_means_too(tmp_pa
         assert len(values) == 12
 
 
+def test_loaded_weights_last_where_a_forward_has_left_them_gathered(tmp_path: Path) -> None:
+    """FSDP2's root unit stays gathered after a forward; what is written into that copy is lost with it."""
+    model: Any = make_model("deepseek").eval()
+    ids = prompts()["input_ids"]
+
+    def body(_rank: int) -> float:
+        one = copy.deepcopy(model)
+        shard(model, "root")
+        fresh = sfa.init_params(
+            hf.module_config(one.model.layers[0].self_attn), generator=torch.Generator().manual_seed(5)
+        )
+        with torch.no_grad(), hf.use_sfa(model), hf.use_sfa(one):
+            model(ids, use_cache=False)
+            assert not isinstance(model.model.layers[0].self_attn.o_proj.weight, DTensor)
+            for each in (model, one):
+                hf.load_params(each.model.layers[0].self_attn, fresh)
+            assert isinstance(model.model.layers[0].self_attn.o_proj.weight, DTensor)
+            return sfa.difference(*(each(ids, use_cache=False).logits for each in (model, one))).max_rel
+
+    assert max(on_processes(RANKS, tmp_path, body)) < 1e-5
+
+
 def test_mixed_precision_of_fsdp_is_followed(tmp_path: Path) -> None:
     """Its bfloat16 copies of the weights are what the attention computes with: the numbers of a bfloat16 model."""
     model: Any = make_model("deepseek").eval()
