@@ -75,11 +75,16 @@ def selection_overlap(a_TK: Int32[Tensor, "T K"], b_TM: Int32[Tensor, "T M"]) ->
     Cost: T·K·log K (a binary search for every entry).
     """
     require(a_TK.shape[0] == b_TM.shape[0], "selection_overlap", "a and b must have one length", len(b_TM))
+    hits_T, count_T = shared_entries(a_TK, b_TM)
+    return torch.where(count_T > 0, hits_T / count_T.clamp(min=1), 1.0)
+
+
+def shared_entries(a_TK: Int32[Tensor, "T K"], b_TM: Int32[Tensor, "T M"]) -> tuple[Tensor, Tensor]:
+    """Count the entries of b that a has too, and those of b; entries below 0 are unused. See `selection_overlap`."""
     ordered_TK = torch.where(a_TK >= 0, a_TK, -1).sort(dim=-1).values
     used_TM = b_TM >= 0
     if ordered_TK.shape[1] == 0:
-        return (~used_TM.any(-1)).float()
+        return torch.zeros_like(used_TM.sum(-1)), used_TM.sum(-1)
     place_TM = torch.searchsorted(ordered_TK, b_TM.contiguous()).clamp(max=ordered_TK.shape[1] - 1)
     hit_TM = used_TM & (ordered_TK.gather(1, place_TM) == b_TM)
-    count_T = used_TM.sum(-1)
-    return torch.where(count_T > 0, hit_TM.sum(-1) / count_T.clamp(min=1), 1.0)
+    return hit_TM.sum(-1), used_TM.sum(-1)

@@ -13,7 +13,7 @@ from . import blockwise
 from .losses import indexer_kl
 from .paged import Rows, num_rows
 from .precision import require, require_rows, wide, without_autocast
-from .selection_measures import selection_overlap
+from .selection_measures import shared_entries
 
 METRICS = ("mass", "best_mass", "recall", "kl", "kl_selected", "overlap", "entropy", "ties")
 """Names of what is averaged over queries, in the order of `SelectionStats.total_M`. See `selection_stats`."""
@@ -255,7 +255,8 @@ def measure_rows(
         if len(drawn.row_n) > 0:
             values = _values(q_nHE, kv_SE, topk_nK, start_n, end_n, scale=scale, k=k, scored=scored)
             if other_nM is not None:
-                values["overlap"] = selection_overlap(topk_nK, other_nM)
+                hits_n, count_n = shared_entries(topk_nK, other_nM)
+                values["overlap"] = torch.where(count_n > 0, hits_n.double() / count_n.clamp(min=1), 1.0)
         return _sums(drawn, values, topk_nK, end_n)
 
 
@@ -282,7 +283,7 @@ def _values(
         found = {
             "mass": torch.where(selected_ts, p_ts, 0).sum(-1),
             "best_mass": torch.where(best_ts, p_ts, 0).sum(-1),
-            "recall": (selected_ts & best_ts).sum(-1) / best_ts.sum(-1),
+            "recall": (selected_ts & best_ts).sum(-1).double() / best_ts.sum(-1),
             "entropy": -torch.xlogy(p_ts, p_ts).sum(-1),
         }
         if scored is not None:
