@@ -157,7 +157,7 @@ def selection_stats(
         scale: of the attention logits, ``config.softmax_scale``.
         k: how many keys the selection was to choose, >= 1.
         scored: what the indexer compared; None leaves kl, kl_selected and ties undefined.
-        other_TM: another selection, for ``overlap``; None leaves that undefined.
+        other_TM: another selection, likewise, for ``overlap``; None leaves that undefined.
         rows: queries to measure, >= 1, drawn without replacement; None is all.
         generator: draws them, on the CPU; None is a new one with seed 0.
 
@@ -249,13 +249,13 @@ def measure_rows(
     other_nM: Int32[Tensor, "n M"] | None = None,
 ) -> SelectionStats:
     """Measure rows that were drawn already: `selection_stats` for callers who make queries of these rows alone."""
-    topk_nK = torch.where((topk_nK >= start_n[:, None]) & (topk_nK < end_n[:, None]), topk_nK, -1)
+    topk_nK = _seen(topk_nK, start_n, end_n)
     values = {}
     with torch.no_grad(), without_autocast(q_nHE):
         if len(drawn.row_n) > 0:
             values = _values(q_nHE, kv_SE, topk_nK, start_n, end_n, scale=scale, k=k, scored=scored)
             if other_nM is not None:
-                hits_n, count_n = shared_entries(topk_nK, other_nM)
+                hits_n, count_n = shared_entries(topk_nK, _seen(other_nM, start_n, end_n))
                 values["overlap"] = torch.where(count_n > 0, hits_n.double() / count_n.clamp(min=1), 1.0)
         return _sums(drawn, values, topk_nK, end_n)
 
@@ -300,6 +300,11 @@ def _values(
         ranges = start_n, end_n
         values["kl_selected"] = indexer_kl(*scored, q_nHE, kv_SE, *ranges, scale=scale, topk_TK=topk_nK)
     return values
+
+
+def _seen(topk_nK: Tensor, start_n: Tensor, end_n: Tensor) -> Tensor:
+    """Return a selection of key rows with -1 for those that the query does not see."""
+    return torch.where((topk_nK >= start_n[:, None]) & (topk_nK < end_n[:, None]), topk_nK, -1)
 
 
 def _member(topk_tK: Tensor, low: int, high: int) -> Tensor:
