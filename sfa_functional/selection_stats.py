@@ -148,6 +148,10 @@ def selection_stats(
     - ``entropy = -Σ_A p ln p``, in nats;
     - ``ties``: 1 where the indexer's k-th best score and the next one are equal, so that the row number decided.
 
+    A NaN or an infinity in a latent row that a query sees makes its mass, best_mass, recall, kl and entropy NaN, and
+    kl_selected if the row is selected; one in an index key its kl, and kl_selected likewise; so are the sums then.
+    Rows that no measured query sees do not matter.
+
     Args:
         q_THE: absorbed queries.
         kv_SE: latent key rows.
@@ -286,6 +290,8 @@ def _values(
             "recall": (selected_ts & best_ts).sum(-1).double() / best_ts.sum(-1),
             "entropy": -torch.xlogy(p_ts, p_ts).sum(-1),
         }
+        spoiled_t = p_ts.isnan().any(-1)  # keys with NaN are never among the best, and may not be selected
+        found = {name: torch.where(spoiled_t, torch.nan, value) for name, value in found.items()}
         if scored is not None:
             seen_ts = blockwise.visible(torch.arange(low, high, device=start_t.device), start_t, end_t)
             score_ts = blockwise.index_scores(scored.q_TJI[queries], scored.k_SI[low:high], scored.w_TJ[queries])
