@@ -350,7 +350,8 @@ def _sums(drawn: Drawn, values: dict[str, Tensor], topk_nK: Tensor, end_n: Tenso
         population_M[i] = drawn.queries
         total_M[i] = value.sum() * factor
         if measured < drawn.queries:
-            variance_M[i] = value.var() * drawn.queries * (factor - 1)  # of one row alone it is NaN: not known
+            spread = value.var() if measured > 1 else torch.nan  # not known of one row alone
+            variance_M[i] = spread * drawn.queries * (factor - 1)
     used_nK = topk_nK >= 0
     distance_nK = (end_n[:, None] - 1 - topk_nK).clamp(min=0)
     edges = 2 ** torch.arange(DISTANCE_BINS - 1, device=device)
