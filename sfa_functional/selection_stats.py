@@ -277,7 +277,8 @@ def _values(
 ) -> dict[str, Tensor]:
     """Return every metric but the overlap, one value per query."""
     num_keys = num_rows(kv_SE)
-    limit = max(1, blockwise.TILE_VALUES // max(1, num_keys * q_nHE.shape[1]))
+    heads = max(q_nHE.shape[1], 1 if scored is None else scored.q_TJI.shape[1])
+    limit = max(1, blockwise.TILE_VALUES // max(1, num_keys * heads))
     parts: dict[str, list[Tensor]] = {}
     for queries, (low, high) in blockwise.query_tiles(start_n, end_n, num_keys, limit):
         start_t, end_t, topk_tK = start_n[queries], end_n[queries], topk_nK[queries]
