@@ -11,8 +11,8 @@ from torch import Tensor
 
 from . import blockwise
 from .losses import indexer_kl
-from .paged import Rows, num_rows
-from .precision import require, require_rows, wide, without_autocast
+from .paged import Rows, num_rows, require_rows_fit
+from .precision import require, require_integers, require_rows, wide, without_autocast
 from .selection_measures import shared_entries
 
 METRICS = ("mass", "best_mass", "recall", "kl", "kl_selected", "overlap", "entropy", "ties")
@@ -178,8 +178,7 @@ def selection_stats(
     """
     require(k >= 1, "selection_stats", "k must be >= 1", k)
     require(rows is None or rows >= 1, "selection_stats", "rows must be >= 1 or None", rows)
-    count = q_THE.shape[0]
-    require_rows("selection_stats", count, topk=topk_TK, start_T=start_T, end_T=end_T, other=other_TM)
+    _check(q_THE, kv_SE, topk_TK, start_T, end_T, scored, other_TM)
     num_keys = num_rows(kv_SE)
     start_T, end_T = start_T.clamp(0, num_keys), end_T.clamp(0, num_keys)
     drawn = draw_rows(start_T, end_T, k=k, rows=rows, generator=generator)
@@ -196,6 +195,32 @@ def selection_stats(
         scored=None if scored is None else Scored(scored.q_TJI[index], scored.k_SI, scored.w_TJ[index]),
         other_nM=None if other_TM is None else other_TM[index],
     )
+
+
+def _check(
+    q_THE: Tensor,
+    kv_SE: Rows,
+    topk_TK: Tensor,
+    start_T: Tensor,
+    end_T: Tensor,
+    scored: Scored | None,
+    other_TM: Tensor | None,
+) -> None:
+    """Refuse tensors that don't fit, before rows of them are taken."""
+    function, count = "selection_stats", q_THE.shape[0]
+    require_rows_fit(function, q_THE, kv_SE)
+    require_rows(function, count, topk=topk_TK, other=other_TM)
+    for name, x, dims in (("topk", topk_TK, "[T, K]"), ("other", other_TM, "[T, M]")):
+        whole = x is None or (x.ndim == 2 and x.dtype == torch.int32)
+        require(whole, function, f"{name} must be int32 {dims}", None if x is None else (x.dtype, tuple(x.shape)))
+    require_integers(function, count, start_T=start_T, end_T=end_T)
+    if scored is not None:
+        q_TJI, k_SI, w_TJ = scored
+        require_rows(function, count, q_TJI=q_TJI, w_TJ=w_TJ)
+        require_rows(function, num_rows(kv_SE), k_SI=k_SI)
+        shapes = tuple(q_TJI.shape), tuple(k_SI.shape), tuple(w_TJ.shape)
+        fits = q_TJI.ndim == 3 and shapes[0][:2] == shapes[2] and shapes[0][2:] == shapes[1][1:]
+        require(fits, function, "q, k, w must be [T, J, I], [S, I], [T, J]", shapes)
 
 
 class Drawn(NamedTuple):
