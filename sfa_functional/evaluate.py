@@ -102,6 +102,10 @@ def evaluate_layer(
     require(rows is None or rows >= 1, function, "rows must be >= 1 or None", rows)
     require(batch.row_S is None, function, "the batch must have no block table", "one")
     check_layer(function, params, x_TD, batch, cache=None, selection=selection, select=select)
+    if isinstance(other, Tensor):
+        fits = other.ndim == 2 and other.shape[0] == x_TD.shape[0] and other.dtype == torch.int32
+        rule = f"other must be int32 [{x_TD.shape[0]}, M] or a selector"
+        require(fits, function, rule, (other.dtype, tuple(other.shape)))
     with torch.no_grad(), without_autocast(x_TD):
         x_TD = torch.where(batch.request_T[:, None] >= 0, x_TD, 0)
         cos, sin = rope_cos_sin(batch.position_T.clamp(min=0), config) if rope is None else rope
@@ -125,7 +129,11 @@ def evaluate_layer(
                 assert scored is not None  # check_layer has seen to it
                 return lightning_indexer(*scored, start_n, end_n, k=k)
             compared = dict.fromkeys(Scored._fields) if scored is None else scored._asdict()
-            return how(**compared, q_THE=q_nHE, kv_SE=kv_SE, start_T=start_n, end_T=end_n, k=k, row_S=None)
+            topk_nK = how(**compared, q_THE=q_nHE, kv_SE=kv_SE, start_T=start_n, end_T=end_n, k=k, row_S=None)
+            fits = topk_nK.ndim == 2 and topk_nK.shape[0] == len(index) and topk_nK.dtype == torch.int32
+            got = (topk_nK.dtype, tuple(topk_nK.shape))
+            require(fits, function, f"a selector must return int32 [{len(index)}, K]", got)
+            return topk_nK
 
         topk_nK = choose(select) if selection is None else global_selection(selection, batch)[index]
         if isinstance(other, Tensor):
