@@ -61,6 +61,7 @@ def record_selections(steps: Iterable[Step]) -> Recording:
     Cost: 4·K bytes per token and layer.
     """
     by_layer: dict[int, list[tuple[Tensor, Tensor, Tensor]]] = {}
+    count = 0
     for layer, batch, selection_TK in steps:
         fits = selection_TK.dtype == torch.int32 and selection_TK.ndim == 2
         fits = fits and selection_TK.shape[0] == batch.position_T.shape[0]
@@ -68,13 +69,14 @@ def record_selections(steps: Iterable[Step]) -> Recording:
         rule = f"a selection must be int32 [{batch.position_T.shape[0]}, K]"
         require(fits, "record_selections", rule, got)
         by_layer.setdefault(layer, []).append(_tokens(batch, selection_TK))
+        count = max(count, batch.key_start_B.shape[0])  # the last requests may have no tokens
     require(bool(by_layer), "record_selections", "there must be at least one step", 0)
     widths = sorted({part[2].shape[1] for parts in by_layer.values() for part in parts})
     require(len(widths) == 1, "record_selections", "all selections must have one width K", widths)
     selections, lengths = {}, None
     for layer in sorted(by_layer):
         request_T, position_T, selection_TK = map(torch.cat, zip(*by_layer[layer], strict=True))
-        found, order = _whole(layer, request_T, position_T, selection_TK)
+        found, order = _whole(layer, request_T, position_T, selection_TK, count)
         rule = f"layer {layer} must have recorded the tokens that layer {min(by_layer)} did"
         require(lengths in (None, found), "record_selections", rule, f"requests of {list(found)} tokens")
         lengths, selections[layer] = found, selection_TK[order]
@@ -167,10 +169,12 @@ def _places(batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
     return torch.where(known_T, request_T, -1), torch.where(known_T, position_T - offset_T, -1), offset_T
 
 
-def _whole(layer: int, request_T: Tensor, position_T: Tensor, selection_TK: Tensor) -> tuple[tuple[int, ...], Tensor]:
+def _whole(
+    layer: int, request_T: Tensor, position_T: Tensor, selection_TK: Tensor, count: int
+) -> tuple[tuple[int, ...], Tensor]:
     """Return each request's length and the order that puts tokens where they belong; refuse gaps and contradictions."""
     if len(request_T) == 0:
-        return (), request_T
+        return (0,) * count, request_T
     order = torch.argsort(request_T * (int(position_T.max()) + 1) + position_T, stable=True)
     request_T, position_T, selection_TK = request_T[order], position_T[order], selection_TK[order]
     again_T = torch.zeros_like(request_T, dtype=torch.bool)
@@ -181,7 +185,7 @@ def _whole(layer: int, request_T: Tensor, position_T: Tensor, selection_TK: Tens
         where = f"position {int(position_T[t])} of request {int(request_T[t])} in layer {layer}"
         raise ValueError(f"record_selections: a token must select the same keys each time; got others at {where}")
     order, request_T, position_T = order[~again_T], request_T[~again_T], position_T[~again_T]
-    lengths_B = torch.bincount(request_T)
+    lengths_B = torch.bincount(request_T, minlength=count)
     place_T = torch.arange(len(order)) - (lengths_B.cumsum(0) - lengths_B)[request_T]
     missing_T = position_T != place_T
     if bool(missing_T.any()):
