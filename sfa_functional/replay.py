@@ -132,8 +132,8 @@ def config_hash(config: SFAConfig) -> str:
 
 
 def config_text(config: SFAConfig) -> str:
-    """Spell a config as JSON, fields in the order of their names."""
-    return json.dumps(asdict(config), sort_keys=True)
+    """Spell a config as JSON, fields in the order of their names; equal configs alike, be it 1e4 or 10000."""
+    return json.dumps(_spelt(asdict(config)), sort_keys=True)
 
 
 def different_field(text: str, config: SFAConfig) -> tuple[str, Any, Any] | None:
@@ -143,6 +143,12 @@ def different_field(text: str, config: SFAConfig) -> tuple[str, Any, Any] | None
         if told.get(name) != mine.get(name):
             return name, told.get(name), mine.get(name)
     return None
+
+
+def _spelt(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _spelt(inner) for name, inner in value.items()}
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def _tokens(batch: Batch, selection_TK: Tensor) -> tuple[Tensor, Tensor, Tensor]:
