@@ -139,6 +139,7 @@ def config_text(config: SFAConfig) -> str:
 def different_field(text: str, config: SFAConfig) -> tuple[str, Any, Any] | None:
     """Return the first field in which a config differs from one spelt by `config_text`: name, there, here; or None."""
     told, mine = json.loads(text), json.loads(config_text(config))
+    require(isinstance(told, dict), "different_field", "text must be a JSON object", type(told).__name__)
     for name in sorted({*told, *mine}):
         if told.get(name) != mine.get(name):
             return name, told.get(name), mine.get(name)
