@@ -71,8 +71,9 @@ def load_selections(path: str | os.PathLike[str], config: SFAConfig) -> Recordin
     Cost: reads the whole file.
     """
     source = Path(path)
-    if not source.is_file():
-        raise _refusal("load_selections", source, "must be a file", "a directory" if source.is_dir() else "nothing")
+    if not os.path.isfile(source):  # Path.is_file raises where a name is too long
+        got = "a directory" if os.path.isdir(source) else "nothing"
+        raise _refusal("load_selections", source, "must be a file", got)
     try:
         with safe_open(source, framework="pt") as stream:
             metadata = stream.metadata() or {}
