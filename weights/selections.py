@@ -40,7 +40,12 @@ def save_selections(path: str | os.PathLike[str], recording: Recording, config: 
     if recording.topk != config.index_topk:
         rule = f"the recording must hold index_topk {config.index_topk} keys per query"
         raise _refusal("save_selections", target, rule, recording.topk)
-    tensors = {f"layer.{layer}": selection_TK.contiguous() for layer, selection_TK in recording.selections.items()}
+    tensors, stored = {}, set()
+    for layer, selection_TK in recording.selections.items():
+        selection_TK = selection_TK.contiguous()
+        memory = selection_TK.untyped_storage().data_ptr()  # safetensors refuses what shares it
+        tensors[f"layer.{layer}"] = selection_TK.clone() if memory in stored else selection_TK
+        stored.add(memory)
     tensors[LENGTHS] = torch.tensor(recording.lengths, dtype=torch.int64)
     metadata = {"format": FORMAT, "config": config_text(config), "config_sha256": config_hash(config)}
     try:
