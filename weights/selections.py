@@ -32,7 +32,8 @@ def save_selections(path: str | os.PathLike[str], recording: Recording, config: 
         config: of the model, with the ``index_topk`` that was used.
 
     Raises:
-        ValueError: a recording whose K is not ``config.index_topk``, or a path that can't be written.
+        ValueError: a recording whose K is not ``config.index_topk``, of layers that the config does not count (those
+            of multi-token prediction), or whose selections are not int32 [tokens, K]; a path that can't be written.
 
     Cost: 4·K bytes per token and layer that chose.
     """
@@ -47,6 +48,7 @@ def save_selections(path: str | os.PathLike[str], recording: Recording, config: 
         tensors[f"layer.{layer}"] = selection_TK.clone() if memory in stored else selection_TK
         stored.add(memory)
     tensors[LENGTHS] = torch.tensor(recording.lengths, dtype=torch.int64)
+    _recording("save_selections", target, tensors, config)
     metadata = {"format": FORMAT, "config": config_text(config), "config_sha256": config_hash(config)}
     try:
         with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as scratch:
@@ -94,25 +96,27 @@ def load_selections(path: str | os.PathLike[str], config: SFAConfig) -> Recordin
             found = None
         name, there, here = found or ("the hash of config", metadata.get("config_sha256"), config_hash(config))
         raise _refusal("load_selections", source, f"was recorded with {name} {there}", here)
-    return _recording(source, tensors, config)
+    return _recording("load_selections", source, tensors, config)
 
 
-def _recording(source: Path, tensors: dict[str, Tensor], config: SFAConfig) -> Recording:
-    lengths = tensors.pop(LENGTHS, None)
+def _recording(function: str, where: Path, tensors: dict[str, Tensor], config: SFAConfig) -> Recording:
+    lengths = tensors.get(LENGTHS)
     if lengths is None or lengths.dtype != torch.int64 or lengths.ndim != 1 or bool((lengths < 0).any()):
         got = None if lengths is None else (lengths.dtype, tuple(lengths.shape))
-        raise _refusal("load_selections", source, f"{LENGTHS} must be int64 [requests], >= 0", got)
+        raise _refusal(function, where, f"{LENGTHS} must be int64 [requests], >= 0", got)
     selections, shape = {}, (int(lengths.sum()), config.index_topk)
     for key, selection_TK in tensors.items():
+        if key == LENGTHS:
+            continue
         named = LAYER.fullmatch(key)
         if named is None or int(named[1]) >= config.num_layers:
-            raise _refusal("load_selections", source, f"keys must be layer.0 .. layer.{config.num_layers - 1}", key)
+            raise _refusal(function, where, f"keys must be layer.0 .. layer.{config.num_layers - 1}", key)
         if selection_TK.dtype != torch.int32 or tuple(selection_TK.shape) != shape:
             got = (selection_TK.dtype, tuple(selection_TK.shape))
-            raise _refusal("load_selections", source, f"{key} must be int32 {list(shape)}", got)
+            raise _refusal(function, where, f"{key} must be int32 {list(shape)}", got)
         selections[int(named[1])] = selection_TK
     if not selections:
-        raise _refusal("load_selections", source, "must hold a layer", "none")
+        raise _refusal(function, where, "must hold a layer", "none")
     return Recording(lengths=tuple(lengths.tolist()), selections=dict(sorted(selections.items())))
 
 
