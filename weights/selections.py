@@ -83,10 +83,15 @@ def load_selections(path: str | os.PathLike[str], config: SFAConfig) -> Recordin
         raise _refusal("load_selections", source, "must be a file", got)
     try:
         with safe_open(source, framework="pt") as stream:
-            metadata = stream.metadata() or {}
+            _check_origin(source, stream.metadata() or {}, config)
             tensors = {key: stream.get_tensor(key) for key in stream.keys()}  # noqa: SIM118 (it is no mapping)
     except (OSError, SafetensorError) as error:
         raise _refusal("load_selections", source, "must be a safetensors file", error) from error
+    return _recording("load_selections", source, tensors, config)
+
+
+def _check_origin(source: Path, metadata: dict[str, str], config: SFAConfig) -> None:
+    """Refuse a file of another format, or one made with another config: the first field that differs is named."""
     if metadata.get("format") != FORMAT:
         raise _refusal("load_selections", source, f"must have the format {FORMAT}", metadata.get("format"))
     if metadata.get("config_sha256") != config_hash(config):
@@ -96,7 +101,6 @@ def load_selections(path: str | os.PathLike[str], config: SFAConfig) -> Recordin
             found = None
         name, there, here = found or ("the hash of config", metadata.get("config_sha256"), config_hash(config))
         raise _refusal("load_selections", source, f"was recorded with {name} {there}", here)
-    return _recording("load_selections", source, tensors, config)
 
 
 def _recording(function: str, where: Path, tensors: dict[str, Tensor], config: SFAConfig) -> Recording:
