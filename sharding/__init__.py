@@ -7,7 +7,7 @@ same on every rank), what is the local maths (`sfa_functional`, which knows of n
 
 from .mesh import MeshShape, P, SimulatedMesh, Transfer, simulated_mesh
 from .rules import LARGE_FIELDS, Rules, param_specs
-from .costs import LayerFlops, layer_flops, token_flops, visible_keys
+from .costs import FlopParts, LayerFlops, layer_flops, token_flops, visible_keys
 from .token_ranges import TokenSplit, local_lengths, split_tokens, token_ranges
 from .cache_ranges import CacheSplit, compact_block_table, gathered_block_table, replicated_block_table
 from .layer_owners import layer_owners
@@ -22,6 +22,10 @@ from .collectives import (
 from .shard_map import shard_map
 from .tensor_parallel import heads_of_rank, tensor_parallel_layer, with_all_heads
 from .context_parallel import context_parallel_layer, shard_flat
+from .machine import EXAMPLE_MACHINE, Machine
+from .traffic import Traffic, WeightStrategy
+from .estimate import Estimate, LayerEstimate, RankEstimate, Resident, estimate
+from .ring_attention import RingOnPaper
 from .show import SplitPicture, show_split
 
 __all__ = [
@@ -33,6 +37,7 @@ __all__ = [
     "LARGE_FIELDS",
     "Rules",
     "param_specs",
+    "FlopParts",
     "LayerFlops",
     "layer_flops",
     "token_flops",
@@ -58,6 +63,16 @@ __all__ = [
     "with_all_heads",
     "context_parallel_layer",
     "shard_flat",
+    "EXAMPLE_MACHINE",
+    "Machine",
+    "Traffic",
+    "WeightStrategy",
+    "Estimate",
+    "LayerEstimate",
+    "RankEstimate",
+    "Resident",
+    "estimate",
+    "RingOnPaper",
     "SplitPicture",
     "show_split",
 ]

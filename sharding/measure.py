@@ -1,0 +1,257 @@
+"""Every rank's local maths run for real, one rank after the other: where imbalance is measured and not counted."""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from sfa_functional import (
+    AttentionOutput,
+    Batch,
+    SFAConfig,
+    init_params,
+    lightning_indexer,
+    sparse_attention,
+)
+from sfa_functional.precision import require, require_lengths
+
+from .collectives import DifferentiableCollectives, Pending
+from .context_parallel import context_parallel_layer
+from .costs import layer_flops, token_flops, visible_keys
+from .estimate import estimate
+from .mesh import MeshShape
+from .token_ranges import TokenSplit
+
+BUDGET = 1e10
+"""Operations of all ranks together in a problem that is scaled down to be measured: about half a second of one core."""
+
+
+class Miniature(NamedTuple):
+    """A smaller problem whose work is shared out as that of the large one."""
+
+    config: SFAConfig
+    lengths: list[int]
+    split: TokenSplit
+    factor: int
+
+
+def miniature(
+    config: SFAConfig, lengths: Sequence[int] | Tensor, split: TokenSplit, *, budget: float = BUDGET
+) -> Miniature:
+    """Shrink lengths, k and projections by one factor s, which leaves the parts' shares of the work as they are.
+
+    Every rank keeps each s-th of its tokens, so that any layout keeps its pattern; a query then sees 1/s of the keys
+    and selects 1/s of them, and hidden, low-rank and head widths are cut until a row's projections cost 1/s. What is
+    compared (H, E, J, I) stays.
+
+    Args:
+        config: the model's sizes.
+        lengths: new tokens of each request.
+        split: who holds which.
+        budget: operations of one layer that all ranks together may have; s is the least that keeps them.
+
+    Returns:
+        The problem, with one layer; as it came where s is 1.
+
+    Raises:
+        ValueError: lengths of other tokens than the split's.
+    """
+    counts = require_lengths("miniature", lengths=lengths)
+    require(sum(counts) == split.num_tokens, "miniature", f"lengths must add up to {split.num_tokens}", sum(counts))
+    one = replace(config, indexer_types=("full",))
+    flops = float(token_flops(config, visible_keys(counts, counts)).sum())
+    factor = max(1, int(-(-((flops / budget) ** 0.5) // 1)))
+    if factor == 1:
+        return Miniature(one, counts, split, 1)
+    rows = [row[row >= 0][factor // 2 :: factor] for row in split.index_NC.cpu()]
+    kept_T = torch.cat(rows)
+    owner_T = torch.arange(len(rows)).repeat_interleave(torch.tensor([row.shape[0] for row in rows]))
+    order_T = kept_T.argsort()
+    ends_B = torch.tensor(counts, dtype=torch.int64).cumsum(0)
+    request_T = torch.searchsorted(ends_B, kept_T[order_T], right=True)
+    scaled = torch.bincount(request_T, minlength=len(counts)).tolist()
+    small = TokenSplit.from_owner(owner_T[order_T], split.num_ranks)
+    return Miniature(_narrower(one, factor), scaled, small, factor)
+
+
+def _narrower(config: SFAConfig, factor: int) -> SFAConfig:
+    """Cut k and the widths that only projections have; the hidden width makes up for what rounding leaves."""
+    widths = ("index_topk", "q_lora_rank", "qk_nope_head_dim", "v_head_dim")
+    cut = replace(config, **{name: max(1, round(getattr(config, name) / factor)) for name in widths})
+    at_1, at_2 = (layer_flops(replace(cut, hidden_size=d)).projections for d in (1, 2))
+    wanted = layer_flops(config).projections / factor
+    return replace(cut, hidden_size=max(1, 1 + round((wanted - at_1) / (at_2 - at_1))))
+
+
+class Measured(NamedTuple):
+    """One layout on this machine: one layer, one core, each rank by itself."""
+
+    seconds: list[float]  # of each rank
+    predicted: list[float]  # of each rank, from its counts and the rates at which all ranks together ran each part
+    work: list[float]  # of each rank: its seconds of each part times that part's rate, comparable with operations
+
+    @property
+    def max_over_mean(self) -> float:
+        """Work of the rank that took longest for it, over the mean."""
+        return _over_mean(self.work)
+
+
+class PartRates(NamedTuple):
+    """Operations a second at which this machine ran the parts."""
+
+    projections: float  # those of the output too
+    scoring: float  # with the selection
+    attention: float
+
+
+def measure_ranks(
+    problems: Mapping[str, Miniature],
+    *,
+    repeats: int = 9,
+    clock: Callable[[], float] = time.thread_time,
+    tick: Callable[[], object] = lambda: None,
+) -> tuple[dict[str, Measured], PartRates]:
+    """Run the layer of every rank of several layouts, rank by rank on one core, and take the time.
+
+    Each rank runs `context_parallel_layer` on its rows; what the others would send it is random numbers. Time is the
+    thread's own, the lower quartile of several rounds in which layouts and ranks alternate: on a machine that others
+    use too the least is luck, and the mean is theirs.
+
+    A processor that runs products of one part at another rate than those of another shows another imbalance than a
+    machine with one rate. So ``work`` weighs each part's seconds by the rate at which all ranks of all layouts ran
+    that part: its share of the whole is then that of its operations, and what is measured is who has how much of it.
+
+    Args:
+        problems: by name; `miniature` makes them.
+        repeats: rounds.
+        clock: seconds that this thread has worked.
+        tick: called after each round.
+
+    Returns:
+        By name, `Measured`; and the rates.
+
+    Cost: half a second for each layout and round, at the default budget.
+    """
+    runs = {(name, rank): _Rank(problem, rank) for name, problem in problems.items() for rank in _ranks(problem)}
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        rounds = []
+        for _ in range(repeats):
+            rounds.append({key: run(clock) for key, run in runs.items()})
+            tick()
+    finally:
+        torch.set_num_threads(threads)
+    spent = {key: [_quartile(times) for times in zip(*(one[key] for one in rounds), strict=True)] for key in runs}
+    counted = {key: parts for name, problem in problems.items() for key, parts in _counted(name, problem).items()}
+    sums = [[sum(part) for part in zip(*values.values(), strict=True)] for values in (counted, spent)]
+    rates = PartRates(*(count / max(seconds, 1e-9) for count, seconds in zip(*sums, strict=True)))
+    results = {}
+    for name, problem in problems.items():
+        keys = [(name, rank) for rank in _ranks(problem)]
+        expected = [[c / r if c else 0.0 for c, r in zip(counted[key], rates, strict=True)] for key in keys]
+        weighed = [[t * r for t, r in zip(spent[key], rates, strict=True)] for key in keys]
+        results[name] = Measured(
+            *([sum(parts) for parts in of] for of in ([spent[k] for k in keys], expected, weighed))
+        )
+    return results, rates
+
+
+def _ranks(problem: Miniature) -> range:
+    return range(problem.split.num_ranks)
+
+
+def _counted(name: str, problem: Miniature) -> dict[tuple[str, int], list[float]]:
+    """Return the operations of projections, scoring and attention that each rank's kernels run."""
+    shape = MeshShape(cp=problem.split.num_ranks)
+    found = estimate(problem.config, problem.lengths, shape, split=problem.split, dtype=torch.float32)
+    flops = [rank.layers[0].computed for rank in found.ranks]
+    parts = [[f.projections + f.output, f.scoring + f.selection, f.attention] for f in flops]
+    return {(name, rank): list(map(float, counts)) for rank, counts in enumerate(parts)}
+
+
+class _Rank:
+    """One rank's layer, ready to be run again and again; returns the seconds of projections, scoring, attention."""
+
+    def __init__(self, problem: Miniature, rank: int) -> None:
+        config, split = problem.config, problem.split
+        generator = torch.Generator().manual_seed(rank)
+        self._x_tD = torch.randn(split.rows, config.hidden_size, generator=generator)
+        self._params, self._batch = init_params(config), Batch.from_lengths(problem.lengths)
+        self._comm = DifferentiableCollectives(_Imagined(rank, split.num_ranks))
+        self._named: dict[str, Any] = {"config": config, "split": split}
+
+    def __call__(self, clock: Callable[[], float]) -> list[float]:
+        scoring, attention = _Timed(_score, clock), _Timed(_attend, clock)
+        begin = clock()
+        with torch.no_grad():
+            context_parallel_layer(
+                self._params,
+                self._x_tD,
+                self._batch,
+                self._comm,
+                select=scoring,
+                implementation=attention,
+                **self._named,
+            )
+        whole = clock() - begin
+        return [whole - scoring.seconds - attention.seconds, scoring.seconds, attention.seconds]
+
+
+class _Timed:
+    """A function that adds up the seconds of its calls."""
+
+    def __init__(self, function: Callable[..., Any], clock: Callable[[], float]) -> None:
+        self._function, self._clock, self.seconds = function, clock, 0.0
+
+    def __call__(self, *args: Any, **named: Any) -> Any:
+        begin = self._clock()
+        result = self._function(*args, **named)
+        self.seconds += self._clock() - begin
+        return result
+
+
+def _score(*, q_TJI: Tensor, k_SI: Tensor, w_TJ: Tensor, start_T: Tensor, end_T: Tensor, k: int, **_: Any) -> Tensor:
+    return lightning_indexer(q_TJI, k_SI, w_TJ, start_T, end_T, k=k)
+
+
+def _attend(q_THE: Tensor, kv_SE: Tensor, topk_TK: Tensor, *, scale: float, value_dim: int) -> AttentionOutput:
+    return sparse_attention(q_THE, kv_SE, topk_TK, scale=scale, value_dim=value_dim)
+
+
+class _Imagined:
+    """A transport to neighbours that are not there: what they would send is random numbers."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self._rank, self._size = rank, size
+
+    @property
+    def rank(self) -> int:
+        return self._rank
+
+    @property
+    def size(self) -> int:
+        return self._size
+
+    def start(self, collective: str, x: Tensor, source: int, out: Tensor | None) -> Pending:
+        shape = (self.size * x.shape[0], *x.shape[1:]) if collective == "all_gather" else x.shape
+        return _Arrived(torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(x.dtype))
+
+
+class _Arrived:
+    def __init__(self, x: Tensor) -> None:
+        self._x = x
+
+    def wait(self) -> Tensor:
+        return self._x
+
+
+def _quartile(values: Sequence[float]) -> float:
+    return sorted(values)[len(values) // 4]
+
+
+def _over_mean(values: Sequence[float]) -> float:
+    return max(values) * len(values) / sum(values) if sum(values) else 1.0
