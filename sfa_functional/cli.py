@@ -1,4 +1,4 @@
-"""The ``sfa`` command: ``sfa eval`` measures a checkpoint's sparse attention.
+"""The ``sfa`` command: ``sfa eval`` measures a checkpoint's sparse attention, ``sfa layout`` compares layouts.
 
 Bad input ends with one line on standard error and exit code 2; a result file is written beside its place and moved.
 """
@@ -8,9 +8,7 @@ import json
 import math
 import os
 import sys
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -27,11 +25,13 @@ from weights.checkpoint import Checkpoint, check_layers, open_checkpoint
 from . import eval_report as report
 from . import hf_evaluate as measure
 from .bundled import TINY_CHECKPOINT, held_out_text
+from .cli_layout import add_layout
 from .config import SFAConfig
 from .evaluate_model import evaluate_model
 from .hf import layer_params
 from .selectors import Selector
 from .version import __version__
+from .whole_file import moved_into_place
 
 PARITY_WINDOWS = 2
 """Window batches on which `sfa eval` compares with transformers, whose dense masks are slow."""
@@ -102,6 +102,7 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("--rows", type=int, metavar="N", help="measure N queries per layer and batch instead of all")
     run.add_argument("--plot", type=Path, metavar="OUT.png", help="also draw mass, recall and perplexity over k")
     run.set_defaults(run=evaluate_checkpoint)
+    add_layout(commands)
     return parser
 
 
@@ -120,7 +121,7 @@ def evaluate_checkpoint(args: argparse.Namespace) -> None:
     _require(args.rows is None or args.rows >= 1, "--rows", "must be >= 1", args.rows)
     names = report.names_at(topks, args.select, untrained=args.untrained, usual=config.index_topk)
     selectors = {name: report.named_selector(name, config) for some in names.values() for name in some}
-    with _moved_into_place("--json", args.json) as out, _moved_into_place("--plot", args.plot) as picture:
+    with moved_into_place("--json", args.json) as out, moved_into_place("--plot", args.plot) as picture:
         ids = _read_tokens(checkpoint, args.text)
         model = _load_model(checkpoint, DTYPES[args.dtype])
         try:
@@ -324,33 +325,6 @@ def _without_transformers(error: ImportError) -> ValueError:
 def _require(ok: bool, source: str, rule: str, got: object) -> None:
     if not ok:
         raise ValueError(f"{source}: {rule}; got {got}")
-
-
-@contextmanager
-def _moved_into_place(option: str, path: Path | None) -> Iterator[Path | None]:
-    """Give a file beside ``path`` to write to, and move it there at the end, so that nobody sees half of it.
-
-    Whether the place can be written is known before anything is measured.
-    """
-    if path is None:
-        yield None
-        return
-    target = Path(os.path.realpath(path))
-    try:
-        _require(not target.exists() or target.is_file(), f"{option} {path}", "must be a file", "another thing")
-        handle, name = tempfile.mkstemp(dir=target.parent, prefix=".sfa-")
-        os.close(handle)
-    except OSError as error:
-        raise ValueError(f"{option} {path}: must be a file that can be written; got {error.strerror}") from error
-    scratch = Path(name)
-    try:
-        yield scratch
-        mask = os.umask(0)
-        os.umask(mask)
-        scratch.chmod(0o666 & ~mask)  # mkstemp makes it the owner's alone
-        scratch.replace(target)
-    finally:
-        scratch.unlink(missing_ok=True)
 
 
 if __name__ == "__main__":

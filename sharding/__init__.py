@@ -26,7 +26,8 @@ from .machine import EXAMPLE_MACHINE, Machine
 from .traffic import Traffic, WeightStrategy
 from .estimate import Estimate, LayerEstimate, RankEstimate, Resident, estimate
 from .ring_attention import RingOnPaper
-from .show import SplitPicture, show_split
+from .measure import Measured, Miniature, measure_ranks, miniature
+from .show import SplitPicture, fastest, plot_estimates, show_estimates, show_ranks, show_split
 
 __all__ = [
     "MeshShape",
@@ -73,6 +74,14 @@ __all__ = [
     "Resident",
     "estimate",
     "RingOnPaper",
+    "Measured",
+    "Miniature",
+    "measure_ranks",
+    "miniature",
     "SplitPicture",
+    "fastest",
+    "plot_estimates",
+    "show_estimates",
+    "show_ranks",
     "show_split",
 ]

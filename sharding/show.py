@@ -1,9 +1,11 @@
-"""Pictures of a layout for a notebook or a terminal: who holds which tokens, and who has how much to do."""
+"""Pictures of a layout for a notebook or a terminal: who holds which tokens, who has how much to do, what it costs."""
 
 import colorsys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import torch
+from rich import box
 from rich.console import Console, ConsoleOptions
 from rich.jupyter import JupyterMixin
 from rich.style import Style
@@ -15,7 +17,12 @@ from sfa_functional import DEEPSEEK_V32, SFAConfig
 from sfa_functional.precision import require, require_lengths
 
 from .costs import token_flops, visible_keys
+from .estimate import Estimate, RankEstimate
 from .token_ranges import TokenSplit
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 LABELS = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ+/"
 """One character per rank, for terminals without colours; from rank 64 on they are used again."""
@@ -23,6 +30,9 @@ LABELS = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ+/"
 MIXED = "░"
 LINES = 12  # cells are as small as they can be for this many full lines
 REQUESTS = 16  # the rest is counted, not drawn
+COLUMNS = 512  # of a picture's map of tokens, at most
+PARTS = {"projections": "#8da0cb", "indexer": "#fc8d62", "attention": "#66c2a5", "output": "#c9cdd8"}
+"""What a rank's work is drawn as, and in which colour; the indexer is scoring and selection."""
 
 
 def show_split(
@@ -117,6 +127,174 @@ class SplitPicture(JupyterMixin):
             table.add_row(label, str(tokens), str(self._rows - tokens), share, bar)
         table.add_row("max", str(int(self._tokens.max())), "", f"{most / mean:.3f}" if mean else "-", "", style="bold")
         return table
+
+
+def show_estimates(estimates: Sequence[Estimate], *, baseline: Estimate | None = None) -> Table:
+    """Put layouts side by side: imbalance, operations, bytes that move and stay, seconds; each of the rank with most.
+
+    Below them stands the fastest one with ring attention, on paper, beside its gather; then a baseline.
+
+    Args:
+        estimates: of the same tokens, from `estimate`.
+        baseline: another way to run them, such as ``Rules(heads="tp")``.
+
+    Returns:
+        A table to print with ``rich.print``, or to end a notebook cell with. It fits 80 columns.
+
+    Raises:
+        ValueError: no estimates.
+    """
+    best = fastest(estimates)
+    table = _numbers("max/mean\nof work", "TFLOP", "GB\nsent", "GB\nresident", "seconds\npredicted", first="layout")
+    for one in estimates:
+        mark = " (best)" if one is best and len(estimates) > 1 else ""
+        cells = (f"{one.max_over_mean:.3f}", _tera(one.flops), _giga(one.bytes_sent), _giga(one.bytes_resident))
+        table.add_row(one.layout + mark, *cells, _three(one.seconds), style="bold" if mark else "")
+    table.add_section()
+    if best.ring is not None:
+        ring = best.ring
+        moved = _giga(ring.bytes_sent), _giga(ring.bytes_resident), _three(ring.seconds)
+        table.add_row(f"{best.layout}, ring, on paper", f"{best.max_over_mean:.3f}", _tera(best.flops), *moved)
+    if baseline is not None:
+        moved = _giga(baseline.bytes_sent), _giga(baseline.bytes_resident), _three(baseline.seconds)
+        table.add_row(baseline.layout, f"{baseline.max_over_mean:.3f}", _tera(baseline.flops), *moved)
+    return table
+
+
+def fastest(estimates: Sequence[Estimate]) -> Estimate:
+    """Return the estimate with the fewest predicted seconds, the first of equals.
+
+    Raises:
+        ValueError: no estimates.
+    """
+    require(len(estimates) > 0, "fastest", "there must be at least one estimate", 0)
+    return min(estimates, key=lambda one: one.seconds)
+
+
+def show_ranks(estimate: Estimate) -> Table:
+    """List the ranks of a layout: tokens, padding, work over the mean, operations by part, bytes, seconds.
+
+    Args:
+        estimate: of the layout.
+
+    Returns:
+        A table to print with ``rich.print``, or to end a notebook cell with. It fits 80 columns.
+    """
+    ranks = estimate.ranks
+    heads = ("tokens", "pad", "work/\nmean", "TFLOP\nproj.", "\nindex", "\nattend", "GB\nsent", "GB\nkept", "\nseconds")
+    table = _numbers(*heads, first="rank")
+    table.columns[0].justify = "right"
+    mean = sum(rank.flops.total for rank in ranks) / len(ranks)
+    for rank in ranks:
+        parts = _parts(rank)
+        share = f"{rank.flops.total / mean:.3f}" if mean else "-"
+        tera = (parts["projections"] + parts["output"], parts["indexer"], parts["attention"])
+        moved = _giga(rank.bytes_sent), _giga(rank.resident.total), _three(rank.seconds)
+        counts = str(rank.rank), str(rank.tokens), str(rank.rows - rank.tokens), share
+        table.add_row(*counts, *map(_tera, tera), *moved)
+    return table
+
+
+def plot_estimates(
+    estimates: Sequence[Estimate], splits: Mapping[str, TokenSplit], lengths: Sequence[int] | Tensor
+) -> "Figure":
+    """Draw layouts with matplotlib, a row for each: tokens by rank, and the work of every rank by part.
+
+    Args:
+        estimates: of the same tokens.
+        splits: each layout's tokens, by its name.
+        lengths: new tokens of each request; a line stands where one ends.
+
+    Returns:
+        A figure; ``savefig`` writes it.
+
+    Raises:
+        ValueError: matplotlib is missing, or lengths that are not those of a split's tokens.
+    """
+    counts = require_lengths("plot_estimates", lengths=lengths)
+    for split in splits.values():
+        same = sum(counts) == split.num_tokens
+        require(same, "plot_estimates", f"lengths must add up to {split.num_tokens}", sum(counts))
+    try:
+        from matplotlib.figure import Figure
+        from matplotlib.ticker import MaxNLocator
+    except ImportError as error:
+        raise ValueError(f"matplotlib must be installed: pip install 'sfa-functional[plot]'; got {error}") from error
+    figure = Figure(figsize=(10, 0.6 + 2.3 * len(estimates)), layout="constrained")
+    axes = figure.subplots(len(estimates), 2, squeeze=False, sharey="row", sharex="col")
+    for i, (left, right) in enumerate(axes):
+        _draw_tokens(left, splits[estimates[i].layout], counts)
+        _draw_work(right, estimates[i])
+        left.yaxis.set_major_locator(MaxNLocator(integer=True))
+        left.set_ylabel(f"{estimates[i].layout}\nrank")
+        right.annotate(
+            f"max/mean {estimates[i].max_over_mean:.3f}, {_three(estimates[i].seconds)} s",
+            (0.99, 1.02),
+            xycoords="axes fraction",
+            ha="right",
+            fontsize="small",
+        )
+    axes[0, 0].set_title("tokens by rank", loc="left")
+    axes[0, 1].set_title("work by part", loc="left")
+    axes[-1, 0].set_xlabel("token of the batch; shade: share of the tokens there")
+    axes[-1, 1].set_xlabel("TFLOP of a rank, all layers; dashed: mean")
+    handles, labels = axes[0, 1].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside upper right", ncols=len(labels), frameon=False, fontsize="small")
+    return figure
+
+
+def _draw_tokens(axis: "Axes", split: TokenSplit, counts: list[int]) -> None:
+    owner_T = (split.inverse_T // max(1, split.rows)).cpu()
+    columns = max(1, min(COLUMNS, len(owner_T)))
+    column_T = torch.arange(len(owner_T)) * columns // max(1, len(owner_T))
+    held = torch.bincount(owner_T * columns + column_T, minlength=split.num_ranks * columns).view(-1, columns)
+    share = held / held.sum(0).clamp(min=1)
+    edges = (-0.5, max(1, len(owner_T)) - 0.5, split.num_ranks - 0.5, -0.5)
+    axis.imshow(share.tolist(), cmap="Blues", vmin=0, vmax=1, aspect="auto", interpolation="nearest", extent=edges)
+    ends = torch.tensor(counts).cumsum(0).tolist()
+    if len(ends) <= COLUMNS // 8:  # more lines than that would hide the tokens
+        for end in ends[:-1]:
+            axis.axvline(end - 0.5, color="black", linewidth=0.8, linestyle=":")
+
+
+def _draw_work(axis: "Axes", estimate: Estimate) -> None:
+    starts = [0.0] * len(estimate.ranks)
+    for name, color in PARTS.items():
+        widths = [_parts(rank)[name] / 1e12 for rank in estimate.ranks]
+        axis.barh(range(len(widths)), widths, left=starts, height=0.85, color=color, label=name)
+        starts = [a + b for a, b in zip(starts, widths, strict=True)]
+    axis.axvline(sum(starts) / len(starts), color="black", linewidth=1, linestyle="--")
+
+
+def _parts(rank: RankEstimate) -> dict[str, int]:
+    flops = rank.flops
+    counts = (flops.projections, flops.scoring + flops.selection, flops.attention, flops.output)
+    return dict(zip(PARTS, counts, strict=True))
+
+
+def _numbers(*headings: str, first: str) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table.add_column(first, no_wrap=True)
+    for heading in headings:
+        table.add_column(heading, justify="right", no_wrap=True)
+    return table
+
+
+def _tera(flops: int) -> str:
+    return _three(flops / 1e12)
+
+
+def _giga(count: int) -> str:
+    return _three(count / 1e9)
+
+
+def _three(value: float) -> str:
+    """Write a number with three digits or a few more, never with an exponent where it can be read without."""
+    if value == 0 or value >= 100:
+        return f"{value:.0f}"
+    if value < 0.001:
+        return f"{value:.1e}"
+    return f"{value:.3f}" if value < 1 else f"{value:.3g}" if value >= 10 else f"{value:.2f}"
 
 
 def _style(rank: int, ranks: int) -> Style:
