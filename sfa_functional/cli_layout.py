@@ -155,7 +155,9 @@ def _print_estimates(
     console.print(show_estimates(estimates, baseline=baseline), highlight=False)
     if baseline is not None:
         ratio = baseline.seconds / best.seconds
-        console.print(f"Tokens dealt out ({best.layout}) are {ratio:.2f} times as fast as heads dealt out.\n")
+        console.print(
+            f"Tokens dealt out ({best.layout}) are {ratio:.2f} times as fast as heads dealt out.\n", highlight=False
+        )
     console.print(f"The ranks of {best.layout}", show_ranks(best), sep="\n", highlight=False)
 
 

@@ -1,0 +1,118 @@
+"""A miniature keeps the shares of the work, and measuring gives each rank the time of its own work."""
+
+import os
+
+import pytest
+import torch
+
+import sfa_functional as sfa
+from sharding import MeshShape, TokenSplit, estimate, measure_ranks, miniature, split_tokens
+from sharding.costs import layer_flops
+from tests.sharding.products import ProductCounter
+
+V32 = sfa.DEEPSEEK_V32
+LAYOUTS = ("contiguous", "zigzag", "striped", "balanced")
+
+
+def over_mean(values):
+    return max(values) / (sum(values) / len(values))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "lengths", [[65536], [65536, *[4096] * 8], [30000, 9, 2000, 50000]], ids=["one", "nine", "four"]
+)
+def test_a_miniature_is_shared_out_as_the_large_problem(layout, lengths):
+    split = split_tokens(lengths, 16, layout=layout, config=V32)
+    small = miniature(V32, lengths, split, budget=1e11)
+    want = estimate(V32, lengths, MeshShape(cp=16), split=split)
+    got = estimate(small.config, small.lengths, MeshShape(cp=16), split=small.split)
+    assert 20 <= small.factor <= 50
+    assert sum(rank.flops.total for rank in got.ranks) < 1.1e11
+    assert got.max_over_mean == pytest.approx(want.max_over_mean, rel=0.03)
+    parts = [sum(rank.flops[part] for rank in want.ranks) / 61 for part in (0, 1, 3, 4)]
+    small_parts = [sum(rank.flops[part] for rank in got.ranks) for part in (0, 1, 3, 4)]
+    shares, small_shares = ([sum(x[::3]), *x[1:3]] for x in (parts, small_parts))
+    assert [x / sum(small_shares) for x in small_shares] == pytest.approx([x / sum(shares) for x in shares], abs=0.03)
+
+
+def test_a_miniature_keeps_every_s_th_token_of_each_rank_in_order():
+    """Runs of eight, factor 2: every other token of each rank, from the second on."""
+    owner_T = torch.arange(64) // 8 % 2
+    small = miniature(sfa.TINY, [24, 40], TokenSplit.from_owner(owner_T, 2), budget=1.3e6)
+    assert small.factor == 2
+    assert small.lengths == [12, 20]
+    rows = [row.tolist() for row in small.split.index_NC]
+    assert rows == [[t for t in range(32) if t // 4 % 2 == r] for r in (0, 1)]
+
+
+def test_a_problem_that_fits_stays_as_it_is():
+    split = split_tokens([40, 3], 3, layout="zigzag")
+    small = miniature(sfa.GLM_52, [40, 3], split, budget=1e12)
+    assert (small.factor, small.lengths, small.split) == (1, [40, 3], split)
+    assert small.config.index_topk == 2048
+
+
+@pytest.mark.parametrize("config", [V32, sfa.GLM_5], ids=["v3.2", "glm-5"])
+@pytest.mark.parametrize("budget", [1e9, 1e10, 1e12])
+def test_projections_of_a_miniature_cost_a_part_of_those_of_the_model(config, budget):
+    small = miniature(config, [65536], split_tokens([65536], 4, layout="zigzag"), budget=budget)
+    want, got = layer_flops(config), layer_flops(small.config)
+    assert got.projections == pytest.approx(want.projections / small.factor, rel=0.01)
+    assert got[1:] == want[1:]
+
+
+def test_each_rank_is_given_the_time_of_its_own_work():
+    """The clock counts operations instead of seconds, so the answer is exact but for the tiles of the kernels."""
+    lengths, ranks = [3000, 300], 4
+    problems = {name: miniature(sfa.TINY, lengths, split_tokens(lengths, ranks, layout=name)) for name in LAYOUTS}
+    with ProductCounter() as counter:
+        measured, rates = measure_ranks(problems, repeats=1, clock=lambda: float(counter.flops))
+    assert problems["zigzag"].factor == 1
+    assert list(rates) == pytest.approx([1, 1, 1], rel=0.1)
+    for name, seen in measured.items():
+        counted = estimate(sfa.TINY, lengths, MeshShape(cp=ranks), layout=name).max_over_mean
+        assert seen.max_over_mean == pytest.approx(counted, rel=0.1)
+        assert seen.seconds == pytest.approx(seen.predicted, rel=0.1)
+    assert measured["contiguous"].max_over_mean > 1.4 > 1.1 > measured["striped"].max_over_mean
+
+
+def test_a_part_that_runs_at_another_rate_counts_by_its_operations():
+    lengths = [900]
+    problems = {"contiguous": miniature(sfa.TINY, lengths, split_tokens(lengths, 3, layout="contiguous"))}
+    spent = {"seconds": 0.0}
+
+    with ProductCounter() as counter:
+
+        def clock():
+            spent["seconds"] += counter.flops / 7
+            counter.flops = 0
+            return spent["seconds"]
+
+        measured, rates = measure_ranks(problems, repeats=1, clock=clock)
+    assert list(rates) == pytest.approx([7, 7, 7], rel=0.1)
+    seen = measured["contiguous"]
+    assert seen.work == pytest.approx([7 * x for x in seen.seconds], rel=0.1)
+
+
+def test_the_caller_s_threads_and_random_numbers_are_left_alone():
+    before, threads = torch.get_rng_state(), torch.get_num_threads()
+    measure_ranks({"x": miniature(sfa.TINY, [40], split_tokens([40], 2, layout="zigzag"))}, repeats=1)
+    assert torch.equal(before, torch.get_rng_state())
+    assert torch.get_num_threads() == threads
+
+
+@pytest.mark.skipif("SFA_ALL" not in os.environ, reason="takes the time of a machine that should be at rest")
+def test_seconds_measured_agree_with_the_imbalance_predicted_to_a_tenth():
+    lengths = [65536, *[4096] * 8]
+    problems = {name: miniature(V32, lengths, split_tokens(lengths, 16, layout=name, config=V32)) for name in LAYOUTS}
+    for _ in range(3):
+        measured, _ = measure_ranks(problems)
+        ratios = [
+            seen.max_over_mean / estimate(V32, lengths, MeshShape(cp=16), layout=name).max_over_mean
+            for name, seen in measured.items()
+        ]
+        print(ratios)
+        if all(0.9 < ratio < 1.1 for ratio in ratios):
+            return
+    raise AssertionError(ratios)
