@@ -37,7 +37,7 @@ from .whole_file import moved_into_place
 
 MODELS = {"deepseek-v3.2": DEEPSEEK_V32, "glm-5": GLM_5, "glm-5.2": GLM_52, "tiny": TINY}
 LAYOUTS = get_args(Layout)
-MOST_TOKENS = 2**24
+MOST_TOKENS = 2**22
 MOST_RANKS = 1024
 PAGE = 128
 """Rows of a cache's page."""

@@ -18,6 +18,7 @@ from sfa_functional.precision import require, require_lengths
 
 from .costs import token_flops, visible_keys
 from .estimate import Estimate, RankEstimate
+from .ring_attention import RingOnPaper
 from .token_ranges import TokenSplit
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ LABELS = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ+/"
 MIXED = "░"
 LINES = 12  # cells are as small as they can be for this many full lines
 REQUESTS = 16  # the rest is counted, not drawn
+UNITS = {"E": 1e18, "P": 1e15, "T": 1e12, "G": 1e9, "M": 1e6, "k": 1e3, "": 1.0, "m": 1e-3, "µ": 1e-6, "n": 1e-9}
 COLUMNS = 512  # of a picture's map of tokens, at most
 PARTS = {"projections": "#8da0cb", "indexer": "#fc8d62", "attention": "#66c2a5", "output": "#c9cdd8"}
 """What a rank's work is drawn as, and in which colour; the indexer is scoring and selection."""
@@ -145,19 +147,24 @@ def show_estimates(estimates: Sequence[Estimate], *, baseline: Estimate | None =
         ValueError: no estimates.
     """
     best = fastest(estimates)
-    table = _numbers("max/mean\nof work", "TFLOP", "GB\nsent", "GB\nresident", "seconds\npredicted", first="layout")
-    for one in estimates:
-        mark = " (best)" if one is best and len(estimates) > 1 else ""
-        cells = (f"{one.max_over_mean:.3f}", _tera(one.flops), _giga(one.bytes_sent), _giga(one.bytes_resident))
-        table.add_row(one.layout + mark, *cells, _three(one.seconds), style="bold" if mark else "")
-    table.add_section()
+    rows: list[tuple[str, Estimate, Estimate | RingOnPaper]] = [
+        (one.layout + (" (best)" if one is best else ""), one, one) for one in estimates
+    ]
     if best.ring is not None:
-        ring = best.ring
-        moved = _giga(ring.bytes_sent), _giga(ring.bytes_resident), _three(ring.seconds)
-        table.add_row(f"{best.layout}, ring, on paper", f"{best.max_over_mean:.3f}", _tera(best.flops), *moved)
+        rows.append((f"{best.layout}, ring, on paper", best, best.ring))
     if baseline is not None:
-        moved = _giga(baseline.bytes_sent), _giga(baseline.bytes_resident), _three(baseline.seconds)
-        table.add_row(baseline.layout, f"{baseline.max_over_mean:.3f}", _tera(baseline.flops), *moved)
+        rows.append((baseline.layout, baseline, baseline))
+    flop, flops = _in_unit([counted.flops for _, counted, _ in rows], "FLOP")
+    sent_in, sent = _in_unit([moved.bytes_sent for _, _, moved in rows], "B")
+    kept_in, kept = _in_unit([moved.bytes_resident for _, _, moved in rows], "B")
+    time_in, seconds = _in_unit([moved.seconds for _, _, moved in rows], "s")
+    headings = ("max/mean\nof work", f"\n{flop}", f"{sent_in}\nsent", f"{kept_in}\nresident", f"{time_in}\npredicted")
+    table = _numbers(*headings, first="\nlayout")
+    for i, (name, counted, moved) in enumerate(rows):
+        style = "bold" if counted is best and moved is best else ""
+        table.add_row(name, f"{counted.max_over_mean:.3f}", flops[i], sent[i], kept[i], seconds[i], style=style)
+        if i == len(estimates) - 1:
+            table.add_section()
     return table
 
 
@@ -180,18 +187,24 @@ def show_ranks(estimate: Estimate) -> Table:
     Returns:
         A table to print with ``rich.print``, or to end a notebook cell with. It fits 80 columns.
     """
-    ranks = estimate.ranks
-    heads = ("tokens", "pad", "work/\nmean", "TFLOP\nproj.", "\nindex", "\nattend", "GB\nsent", "GB\nkept", "\nseconds")
-    table = _numbers(*heads, first="rank")
-    table.columns[0].justify = "right"
+    ranks, parts = estimate.ranks, [_parts(rank) for rank in estimate.ranks]
     mean = sum(rank.flops.total for rank in ranks) / len(ranks)
-    for rank in ranks:
-        parts = _parts(rank)
+    columns = [
+        [part["projections"] + part["output"] for part in parts],
+        [part["indexer"] for part in parts],
+        [part["attention"] for part in parts],
+    ]
+    flop, flops = _in_unit([count for column in columns for count in column], "FLOP")
+    sent_in, sent = _in_unit([rank.bytes_sent for rank in ranks], "B")
+    kept_in, kept = _in_unit([rank.resident.total for rank in ranks], "B")
+    time_in, seconds = _in_unit([rank.seconds for rank in ranks], "s")
+    headings = ("tokens", "pad", "work/\nmean", f"{flop}\nproj.", "\nindex", "\nattend")
+    table = _numbers(*headings, f"{sent_in}\nsent", f"{kept_in}\nkept", f"{time_in}\ntaken", first="\nrank")
+    table.columns[0].justify = "right"
+    for i, rank in enumerate(ranks):
         share = f"{rank.flops.total / mean:.3f}" if mean else "-"
-        tera = (parts["projections"] + parts["output"], parts["indexer"], parts["attention"])
-        moved = _giga(rank.bytes_sent), _giga(rank.resident.total), _three(rank.seconds)
         counts = str(rank.rank), str(rank.tokens), str(rank.rows - rank.tokens), share
-        table.add_row(*counts, *map(_tera, tera), *moved)
+        table.add_row(*counts, *flops[i :: len(ranks)], sent[i], kept[i], seconds[i])
     return table
 
 
@@ -220,15 +233,17 @@ def plot_estimates(
         from matplotlib.ticker import MaxNLocator
     except ImportError as error:
         raise ValueError(f"matplotlib must be installed: pip install 'sfa-functional[plot]'; got {error}") from error
+    time_in, seconds = _in_unit([one.seconds for one in estimates], "s")
+    flop, _ = _in_unit([one.flops for one in estimates], "FLOP")
     figure = Figure(figsize=(10, 0.6 + 2.3 * len(estimates)), layout="constrained")
     axes = figure.subplots(len(estimates), 2, squeeze=False, sharey="row", sharex="col")
     for i, (left, right) in enumerate(axes):
         _draw_tokens(left, splits[estimates[i].layout], counts)
-        _draw_work(right, estimates[i])
+        _draw_work(right, estimates[i], flop)
         left.yaxis.set_major_locator(MaxNLocator(integer=True))
         left.set_ylabel(f"{estimates[i].layout}\nrank")
         right.annotate(
-            f"max/mean {estimates[i].max_over_mean:.3f}, {_three(estimates[i].seconds)} s",
+            f"max/mean {estimates[i].max_over_mean:.3f}, {seconds[i]} {time_in}",
             (0.99, 1.02),
             xycoords="axes fraction",
             ha="right",
@@ -237,7 +252,7 @@ def plot_estimates(
     axes[0, 0].set_title("tokens by rank", loc="left")
     axes[0, 1].set_title("work by part", loc="left")
     axes[-1, 0].set_xlabel("token of the batch; shade: share of the tokens there")
-    axes[-1, 1].set_xlabel("TFLOP of a rank, all layers; dashed: mean")
+    axes[-1, 1].set_xlabel(f"{flop} of a rank, all layers; dashed: mean")
     handles, labels = axes[0, 1].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside upper right", ncols=len(labels), frameon=False, fontsize="small")
     return figure
@@ -257,10 +272,11 @@ def _draw_tokens(axis: "Axes", split: TokenSplit, counts: list[int]) -> None:
             axis.axvline(end - 0.5, color="black", linewidth=0.8, linestyle=":")
 
 
-def _draw_work(axis: "Axes", estimate: Estimate) -> None:
+def _draw_work(axis: "Axes", estimate: Estimate, unit: str) -> None:
+    size = UNITS[unit.removesuffix("FLOP")]
     starts = [0.0] * len(estimate.ranks)
     for name, color in PARTS.items():
-        widths = [_parts(rank)[name] / 1e12 for rank in estimate.ranks]
+        widths = [_parts(rank)[name] / size for rank in estimate.ranks]
         axis.barh(range(len(widths)), widths, left=starts, height=0.85, color=color, label=name)
         starts = [a + b for a, b in zip(starts, widths, strict=True)]
     axis.axvline(sum(starts) / len(starts), color="black", linewidth=1, linestyle="--")
@@ -280,21 +296,17 @@ def _numbers(*headings: str, first: str) -> Table:
     return table
 
 
-def _tera(flops: int) -> str:
-    return _three(flops / 1e12)
-
-
-def _giga(count: int) -> str:
-    return _three(count / 1e9)
+def _in_unit(values: Sequence[float | int], unit: str) -> tuple[str, list[str]]:
+    """Write a column of numbers in the unit in which the largest one has one to three digits before its point."""
+    usable = [(size, prefix) for prefix, size in UNITS.items() if size >= 1 or unit == "s"]
+    size, prefix = next((one for one in usable if max(values) >= one[0]), usable[-1])
+    return prefix + unit, [_three(value / size) for value in values]
 
 
 def _three(value: float) -> str:
-    """Write a number with three digits or a few more, never with an exponent where it can be read without."""
-    if value == 0 or value >= 100:
-        return f"{value:.0f}"
-    if value < 0.001:
-        return f"{value:.1e}"
-    return f"{value:.3f}" if value < 1 else f"{value:.3g}" if value >= 10 else f"{value:.2f}"
+    """Write a number with three digits, or with all that stand before its point."""
+    digits = 3 if value < 1 else 2 if value < 10 else 1 if value < 100 else 0
+    return f"{value:.{digits}f}" if value else "0"
 
 
 def _style(rank: int, ranks: int) -> Style:
