@@ -11,14 +11,8 @@ from .costs import FlopParts, LayerFlops, layer_flops, token_flops, visible_keys
 from .token_ranges import TokenSplit, local_lengths, split_tokens, token_ranges
 from .cache_ranges import CacheSplit, compact_block_table, gathered_block_table, replicated_block_table
 from .layer_owners import layer_owners
-from .collectives import (
-    Collectives,
-    Pending,
-    distributed_collectives,
-    gather_rows_start,
-    pack_rows,
-    unpack_rows,
-)
+from .collectives import Collectives, Pending, gather_rows_start, pack_rows, unpack_rows
+from .processes import DistributedMesh, distributed_collectives, distributed_mesh
 from .shard_map import shard_map
 from .tensor_parallel import heads_of_rank, tensor_parallel_layer, with_all_heads
 from .context_parallel import context_parallel_layer, shard_flat
@@ -54,10 +48,12 @@ __all__ = [
     "layer_owners",
     "Collectives",
     "Pending",
-    "distributed_collectives",
     "gather_rows_start",
     "pack_rows",
     "unpack_rows",
+    "DistributedMesh",
+    "distributed_collectives",
+    "distributed_mesh",
     "shard_map",
     "heads_of_rank",
     "tensor_parallel_layer",

@@ -22,7 +22,6 @@ from collections.abc import Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import torch
-import torch.distributed as dist
 from jaxtyping import Shaped
 from torch import Tensor
 from torch.autograd import Function
@@ -342,81 +341,17 @@ def _matrix(x: Tensor) -> Tensor:
     return x.flatten(1) if x.ndim > 1 else x[:, None]
 
 
-def distributed_collectives(group: Any = None) -> Collectives:
-    """Return the `Collectives` of a ``torch.distributed`` process group.
-
-    Args:
-        group: a ``ProcessGroup``; None is the default one. Weights want a group of their own
-            (``torch.distributed.new_group``): a small collective waits behind a large broadcast of the same group.
-            Give that group its ``timeout=``: it does not take over the one of ``init_process_group``, and a rank that
-            died is noticed only then.
-
-    Returns:
-        One axis's collectives. Sums are taken in the tensor's own dtype, by the backend.
-
-    Raises:
-        RuntimeError: no process group was made; in a collective, what the backend can't move (gloo: int16) or a rank
-            that is gone.
-
-    Gradients: those of this module's table.
-    Cost: a reduce_scatter sends as much as an all_reduce: gloo has the former for some dtypes only.
-    Source: torch.distributed.
-    """
-    return DifferentiableCollectives(_DistributedTransport(group))
+def spell_call(collective: str, source: int, kind: tuple[torch.dtype, Sequence[int]]) -> str:
+    """Say what a rank calls: "broadcast from 1 of float32 [3, 4]"."""
+    origin = f" from {source}" if collective in ("broadcast", "reduce") else ""
+    return f"{collective}{origin} of {str(kind[0]).removeprefix('torch.')} {list(kind[1])}"
 
 
-class _DistributedTransport:
-    def __init__(self, group: Any) -> None:
-        self._group = group
-        self._rank, self._size = dist.get_rank(group), dist.get_world_size(group)
-
-    @property
-    def rank(self) -> int:
-        return self._rank
-
-    @property
-    def size(self) -> int:
-        return self._size
-
-    def start(self, collective: str, x: Tensor, source: int, out: Tensor | None) -> Pending:
-        x = x.contiguous()
-        moved = x.view(torch.uint8) if x.dtype.itemsize == 1 and x.dtype != torch.bool else x  # gloo knows no fp8
-        group, size = self._group, self._size
-        origin = dist.get_global_rank(group, source) if group is not None else source
-        match collective:
-            case "all_gather":
-                result = x.new_empty((size * x.shape[0], *x.shape[1:])) if out is None else out
-                gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-                work = gather(result.view(moved.dtype), moved, group=group, async_op=True)
-            case "broadcast":
-                result = x if out is None else out
-                if self._rank == source and result.data_ptr() != x.data_ptr():
-                    result.copy_(x)
-                elif out is None:
-                    result = x.clone()
-                work = dist.broadcast(result.view(moved.dtype), origin, group=group, async_op=True)
-            case "all_to_all":
-                result = torch.empty_like(x)
-                work = dist.all_to_all_single(result.view(moved.dtype), moved, group=group, async_op=True)
-            case "all_reduce" | "reduce_scatter" | "reduce":
-                result = x.clone()
-                work = dist.all_reduce(result, group=group, async_op=True)
-            case _:
-                raise ValueError(f"distributed_collectives: there is no collective {collective!r}")
-        return _DistributedPending(collective, work, result, self._rank, size, source)
+def spell_axes(axes: Sequence[str]) -> str:
+    """Say on which axes: "axis 'cp'"."""
+    return f"axis {axes[0]!r}" if len(axes) == 1 else f"axes {tuple(axes)}"
 
 
-class _DistributedPending:
-    """A reduce_scatter and a reduce are cut out of the sum that all get: gloo has them for some dtypes only."""
-
-    def __init__(self, collective: str, work: Any, result: Tensor, rank: int, size: int, source: int) -> None:
-        self._collective, self._work, self._result = collective, work, result
-        self._rank, self._size, self._source = rank, size, source
-
-    def wait(self) -> Tensor:
-        self._work.wait()
-        if self._collective == "reduce_scatter":
-            return self._result.unflatten(0, (self._size, -1))[self._rank].clone()
-        if self._collective == "reduce" and self._rank != self._source:
-            return torch.zeros_like(self._result)
-        return self._result
+def spell_ranks(ranks: Sequence[int]) -> str:
+    """Say who: "ranks 0, 2"."""
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"

@@ -1,25 +1,29 @@
 """Run a function on every rank of a mesh: whole values in, shards in the body, named collectives, whole values out."""
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import Function, forward_ad
+from torch.distributed.device_mesh import DeviceMesh
 from torch.func import debug_unwrap
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_unflatten
 
-from sfa_functional.precision import require, wide
+from sfa_functional.precision import require
 
-from .collectives import Collectives, DifferentiableCollectives
-from .mesh import MeshShape, P, SimulatedMesh
-from .simulate import SimulatedTransport, run_ranks
+from .dtensors import from_part, home_of, is_dtensor, local_part
+from .mesh import P, SimulatedMesh
+from .processes import DistributedMesh
+from .ranks import MeshCollectives, Ranks, cut, holder, ranks_of
 
 
-def shard_map(fn: Callable[..., Any], mesh: SimulatedMesh, *, in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+def shard_map(
+    fn: Callable[..., Any], mesh: SimulatedMesh | DistributedMesh, *, in_specs: Any, out_specs: Any
+) -> Callable[..., Any]:
     """Return a function of whole values that runs ``fn`` on every rank's shards.
 
     ``fn(comm, *local)`` is called once per rank. ``comm["cp"]`` is one axis's `Collectives`, ``comm["cp", "tp"]`` that
@@ -58,7 +62,8 @@ def shard_map(fn: Callable[..., Any], mesh: SimulatedMesh, *, in_specs: Any, out
 
     Source: jax.shard_map.
     """
-    require(isinstance(mesh, SimulatedMesh), "shard_map", "mesh must be from simulated_mesh", type(mesh).__name__)
+    known = isinstance(mesh, SimulatedMesh | DistributedMesh)
+    require(known, "shard_map", "mesh must be from simulated_mesh or distributed_mesh", type(mesh).__name__)
     for spec in [*_specs(in_specs), *_specs(out_specs)]:
         require(isinstance(spec, P), "shard_map", "a spec must be a P", repr(spec))
         mesh.shape.require_axes("shard_map", spec)
@@ -69,12 +74,16 @@ def shard_map(fn: Callable[..., Any], mesh: SimulatedMesh, *, in_specs: Any, out
             require(fits, "shard_map", f"in_specs must be a P or a tuple of {len(args)}, one per argument", in_specs)
         leaves, tree = tree_flatten(args)
         _refuse_outer_transforms(fn, leaves)
-        call = _Call(fn, mesh, leaves, tree, _spread(in_specs, args, "in_specs"), out_specs)
+        home = home_of(leaves, mesh.shape)
+        rule = "DTensors need a mesh from distributed_mesh"
+        require(home is None or isinstance(mesh, DistributedMesh), "shard_map", rule, type(mesh).__name__)
+        call = _Call(fn, ranks_of(mesh), leaves, tree, _spread(in_specs, args, "in_specs"), out_specs, home)
         if not call.places:
             return call.finish(call.forward(()))
-        return call.finish(_Forward.apply(call, *(leaves[i] for i in call.places)))  # type: ignore[no-untyped-call]
+        arguments, call.arguments = call.arguments, []
+        return call.finish(_Forward.apply(call, *arguments))  # type: ignore[no-untyped-call]
 
-    refusal = "shard_map: simulated ranks can't be compiled; compile what the body calls"
+    refusal = "shard_map: a mesh's ranks can't be compiled; compile what the body calls"
     uncompiled = torch.compiler.disable(run, reason=refusal)
 
     @functools.wraps(fn)
@@ -84,38 +93,21 @@ def shard_map(fn: Callable[..., Any], mesh: SimulatedMesh, *, in_specs: Any, out
     return sharded
 
 
-class MeshCollectives(Mapping[Any, Collectives]):
-    """What a body gets: the `Collectives` of each mesh axis, or of several together, as one rank sees them."""
-
-    def __init__(self, shape: MeshShape, rank: int) -> None:
-        self._shape, self._rank, self._made = shape, rank, dict[tuple[str, ...], Collectives]()
-
-    def __getitem__(self, axes: str | tuple[str, ...]) -> Collectives:
-        """Return the collectives of an axis, or of several taken together."""
-        named = (axes,) if isinstance(axes, str) else axes
-        known = isinstance(named, tuple) and len(named) > 0 and all(axis in self._shape.names for axis in named)
-        require(known and len(set(named)) == len(named), "comm", f"axes must be of {self._shape}", repr(axes))
-        if named not in self._made:
-            self._made[named] = DifferentiableCollectives(SimulatedTransport(self._shape, self._rank, named))
-        return self._made[named]
-
-    def __contains__(self, axis: object) -> bool:
-        return axis in self._shape.names
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._shape.names)
-
-    def __len__(self) -> int:
-        return len(self._shape.names)
-
-
 class _Call:
-    """One call: its arguments and, after the forward pass, every rank's shards and results with the graph between."""
+    """One call: its arguments and, after the forward pass, its ranks' shards and results with the graph between."""
 
     def __init__(
-        self, fn: Callable[..., Any], mesh: SimulatedMesh, leaves: list[Any], tree: TreeSpec, specs: list[P], outs: Any
+        self,
+        fn: Callable[..., Any],
+        ranks: Ranks,
+        leaves: list[Any],
+        tree: TreeSpec,
+        specs: list[P],
+        outs: Any,
+        home: DeviceMesh | None,
     ) -> None:
-        self.fn, self.mesh, self.shape, self.tree, self.out_specs = fn, mesh, mesh.shape, tree, outs
+        self.fn, self.ranks, self.shape, self.tree, self.out_specs, self.home = fn, ranks, ranks.shape, tree, outs, home
+        self.name, self.kinds = getattr(fn, "__name__", type(fn).__name__), leaves
         self.others = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         self.places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
         self.specs = [specs[i] for i in self.places]
@@ -124,42 +116,52 @@ class _Call:
         self.wanted = [leaves[i].requires_grad and self.grad_mode for i in self.places]
         for spec, place in zip(self.specs, self.places, strict=True):
             self.shape.local_slices("shard_map", spec, leaves[place].shape, 0)
-        self.inputs: list[list[Tensor]] = []  # by rank
-        self.results: list[list[Any]] = []  # by rank: leaves
+        self.whole = [not is_dtensor(leaves[i]) for i in self.places]  # else each rank has its part already
+        self.arguments = [local_part(leaves[i], specs[i], self.shape) for i in self.places]
+        self.inputs: list[list[Tensor]] = []  # by rank, of those that are here
+        self.results: list[list[Any]] = []  # likewise: leaves
         self.result_specs: list[P] = []  # by leaf
-        self.learning: list[bool] = []  # by leaf: whether any rank's part carries a gradient
+        self.learning: Sequence[bool] = []  # by leaf: whether any rank's part carries a gradient
 
     def forward(self, arguments: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Cut the arguments, run the body on all ranks, join the results' tensors."""
-        for rank in range(self.shape.size):
-            cut = [self._cut(x.detach(), spec, rank) for x, spec in zip(arguments, self.specs, strict=True)]
-            self.inputs.append([x.requires_grad_() if w else x for x, w in zip(cut, self.wanted, strict=True)])
+        kinds, self.kinds = self.kinds, []
+        with self.ranks.during(f"forward pass of {self.name}", kinds):
+            for rank in self.ranks.here:
+                parts = zip(arguments, self.specs, self.whole, strict=True)
+                mine = [cut(self.shape, x.detach(), spec, rank) if w else x.detach() for x, spec, w in parts]
+                self.inputs.append([x.requires_grad_() if w else x for x, w in zip(mine, self.wanted, strict=True)])
 
-        def body(rank: int) -> Any:
-            local = list(self.others)
-            for place, x in zip(self.places, self.inputs[rank], strict=True):
-                local[place] = x
-            watch: AbstractContextManager[Any] = _RefuseWrapped() if self.transformed else nullcontext()
-            with torch.set_grad_enabled(self.grad_mode), watch:
-                return self.fn(MeshCollectives(self.shape, rank), *tree_unflatten(local, self.tree))
+            def body(rank: int, comm: MeshCollectives) -> Any:
+                local = list(self.others)
+                for place, x in zip(self.places, self.inputs[self.ranks.here.index(rank)], strict=True):
+                    local[place] = x
+                watch: AbstractContextManager[Any] = _RefuseWrapped() if self.transformed else nullcontext()
+                with torch.set_grad_enabled(self.grad_mode), watch:
+                    return self.fn(comm, *tree_unflatten(local, self.tree))
 
-        returned = run_ranks(self.shape, body, phase="forward", record=self.mesh.record)
-        flat = [tree_flatten(value) for value in returned]
-        for rank, (leaves, tree) in enumerate(flat):
-            same = tree == flat[0][1] and all(map(_same_kind, leaves, flat[0][0]))
-            require(same, "shard_map", "every rank must return the same structure", f"ranks 0 and {rank} that differ")
-        self.result_tree = flat[0][1]
-        self.result_specs = _spread(self.out_specs, returned[0], "out_specs")
-        self.results = [leaves for leaves, _ in flat]
-        self._refuse_outsiders()
-        columns = list(zip(*self.results, strict=True))
-        self.learning = [any(isinstance(x, Tensor) and x.requires_grad for x in column) for column in columns]
-        return tuple(self._join(i, column) for i, column in enumerate(columns) if isinstance(column[0], Tensor))
+            returned = self.ranks.run(body, "forward")
+            flat = [tree_flatten(value) for value in returned]
+            self.result_tree = flat[0][1]
+            self.result_specs = _spread(self.out_specs, returned[0], "out_specs")
+            self.results = [leaves for leaves, _ in flat]
+            self._refuse_outsiders()
+            for leaf, spec in zip(self.results[0], self.result_specs, strict=True):
+                fits = not isinstance(leaf, Tensor) or len(spec.dims) <= leaf.ndim
+                rule = f"{spec} in out_specs must not name more dims than the result has"
+                require(fits, "shard_map", rule, list(leaf.shape) if isinstance(leaf, Tensor) else None)
+            self.learning = self.ranks.settle(self.results, [tree for _, tree in flat], self.result_specs)
+            columns = enumerate(zip(*self.results, strict=True))
+            return tuple(self._join(i, column) for i, column in columns if isinstance(column[0], Tensor))
 
     def finish(self, tensors: Sequence[Tensor]) -> Any:
         """Put the joined tensors into the tree that the body returned."""
-        joined = iter(tensors)
-        leaves = [next(joined) if isinstance(leaf, Tensor) else leaf for leaf in self.results[0]]
+        joined, leaves = iter(tensors), []
+        for leaf, spec in zip(self.results[0], self.result_specs, strict=True):
+            x = next(joined) if isinstance(leaf, Tensor) else leaf
+            if self.home is not None and isinstance(leaf, Tensor):
+                x = from_part(x, spec, self.shape, self.home)
+            leaves.append(x)
         return tree_unflatten(leaves, self.result_tree)
 
     def backward(self, gradients: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
@@ -167,70 +169,38 @@ class _Call:
         tensors = [i for i, leaf in enumerate(self.results[0]) if isinstance(leaf, Tensor)]
         given = dict(zip(tensors, gradients, strict=True))
 
-        def body(rank: int) -> list[Tensor | None]:
+        def body(rank: int, comm: MeshCollectives) -> list[Tensor | None]:
+            here = self.ranks.here.index(rank)
             roots, seeds = [], []
-            for i, leaf in enumerate(self.results[rank]):
+            for i, leaf in enumerate(self.results[here]):
                 gradient = given.get(i)
                 if isinstance(leaf, Tensor) and leaf.requires_grad and gradient is not None:
                     spec = self.result_specs[i]
-                    mine = self._cut(gradient, spec, rank)
+                    mine = cut(self.shape, gradient, spec, rank) if self.home is None else gradient
                     roots.append(leaf)
-                    seeds.append(mine if self._holder(spec, rank) == rank else torch.zeros_like(mine))
-            wanted = [x for x in self.inputs[rank] if x.requires_grad]
+                    seeds.append(mine if holder(self.shape, spec, rank) == rank else torch.zeros_like(mine))
+            wanted = [x for x in self.inputs[here] if x.requires_grad]
             if not roots or not wanted:
-                return [None] * len(self.inputs[rank])
+                return [None] * len(self.inputs[here])
             found = iter(torch.autograd.grad(roots, wanted, seeds, retain_graph=True, allow_unused=True))
-            return [next(found) if x.requires_grad else None for x in self.inputs[rank]]
+            return [next(found) if x.requires_grad else None for x in self.inputs[here]]
 
-        by_rank = run_ranks(self.shape, body, phase="backward", record=self.mesh.record)
-        return tuple(
-            self._add_up([by_rank[rank][i] for rank in range(self.shape.size)], spec)
-            for i, spec in enumerate(self.specs)
-        )
-
-    def _cut(self, x: Tensor, spec: P, rank: int) -> Tensor:
-        return x[self.shape.local_slices("shard_map", spec, x.shape, rank)]
-
-    def _holder(self, spec: P, rank: int) -> int:
-        """Return the first of the ranks that hold the same part as this one."""
-        return min(self.shape.group(rank, *(axis for axis in self.shape.names if axis not in spec.axes)))
+        with self.ranks.during(f"backward pass of {self.name}", list(gradients)):
+            by_rank = self.ranks.run(body, "backward")
+            return tuple(self.ranks.add_up(by_rank, self.inputs[0], self.specs, self.whole))
 
     def _join(self, leaf: int, parts: Sequence[Tensor]) -> Tensor:
-        spec, first = self.result_specs[leaf], parts[0]
-        rule = f"{spec} in out_specs must not name more dims than the result has"
-        require(len(spec.dims) <= first.ndim, "shard_map", rule, list(first.shape))
-        for rank, part in enumerate(parts):
-            holder = self._holder(spec, rank)
-            if rank != holder and not _same_values(part.detach(), parts[holder].detach()):
-                rule = f"a result of {spec} must be the same on the ranks that hold it"
-                raise ValueError(f"shard_map: {rule}; got {_apart(part, parts[holder])} between ranks {holder}, {rank}")
-        if not spec.axes:
-            place = first.untyped_storage().data_ptr()
-            aliased = any(place == x.untyped_storage().data_ptr() for x in self.inputs[0])
-            return first.detach().clone() if aliased and self.learning[leaf] else first.detach()
-        whole = [count * self.shape.axis_size(*spec.dim_axes(dim)) for dim, count in enumerate(first.shape)]
-        joined = first.detach().new_empty(whole)
-        for rank, part in enumerate(parts):
-            if self._holder(spec, rank) == rank:
-                self._cut(joined, spec, rank).copy_(part.detach())
-        return joined
-
-    def _add_up(self, gradients: Sequence[Tensor | None], spec: P) -> Tensor | None:
-        known = [g for g in gradients if g is not None]
-        if not known:
-            return None
-        whole = [count * self.shape.axis_size(*spec.dim_axes(dim)) for dim, count in enumerate(known[0].shape)]
-        dtype = known[0].dtype
-        total = known[0].new_zeros(whole, dtype=wide(dtype) if dtype.is_floating_point else dtype)
-        for rank, gradient in enumerate(gradients):
-            if gradient is not None:
-                self._cut(total, spec, rank).add_(gradient)
-        return total.to(dtype)
+        spec, first = self.result_specs[leaf], parts[0].detach()
+        if spec.axes and self.home is None:
+            return self.ranks.join([part.detach() for part in parts], spec)
+        place = first.untyped_storage().data_ptr()
+        aliased = any(place == x.untyped_storage().data_ptr() for x in self.inputs[0])
+        return first.clone() if aliased and self.learning[leaf] else first
 
     def _refuse_outsiders(self) -> None:
         """Find tensors that a result depends on, that require grad, and that no argument is: their gradient is lost."""
-        for rank, leaves in enumerate(self.results):
-            known = {id(x) for x in self.inputs[rank]}
+        for leaves, inputs in zip(self.results, self.inputs, strict=True):
+            known = {id(x) for x in inputs}
             for x in leaves if self.grad_mode else ():
                 if isinstance(x, Tensor) and x.requires_grad and x.grad_fn is None and id(x) not in known:
                     raise ValueError(f"shard_map: {_OUTSIDER}; got one of shape {list(x.shape)}")
@@ -293,11 +263,11 @@ class _Forward(Function):
 
     @staticmethod
     def vmap(*_: Any) -> Any:
-        raise ValueError("shard_map: an outer vmap can't run simulated ranks; use vmap inside of the body")
+        raise ValueError("shard_map: an outer vmap can't run a mesh's ranks; use vmap inside of the body")
 
     @staticmethod
     def jvp(*_: Any) -> Any:
-        raise ValueError("shard_map: simulated ranks have no forward-mode derivative; use backward() or func.grad")
+        raise ValueError("shard_map: a mesh's ranks have no forward-mode derivative; use backward() or func.grad")
 
 
 class _Backward(Function):
@@ -315,11 +285,11 @@ class _Backward(Function):
 
     @staticmethod
     def backward(*_: Any) -> Any:
-        raise RuntimeError("shard_map: a gradient of a gradient can't pass simulated ranks; use func.grad in the body")
+        raise RuntimeError("shard_map: a gradient of a gradient can't pass a mesh's ranks; use func.grad in the body")
 
     @staticmethod
     def vmap(*_: Any) -> Any:
-        raise ValueError("shard_map: an outer vmap can't run simulated ranks; use vmap inside of the body")
+        raise ValueError("shard_map: an outer vmap can't run a mesh's ranks; use vmap inside of the body")
 
 
 def _refuse_outer_transforms(fn: Callable[..., Any], leaves: list[Any]) -> None:
@@ -374,23 +344,3 @@ def _spread(specs: Any, value: Any, name: str) -> list[P]:
 def _kind(value: Any) -> str:
     size = f" of {len(value)}" if isinstance(value, tuple | list | dict) else ""
     return f"{type(value).__name__}{size}"
-
-
-def _same_kind(a: Any, b: Any) -> bool:
-    if isinstance(a, Tensor) and isinstance(b, Tensor):
-        return a.shape == b.shape and a.dtype == b.dtype
-    return type(a) is type(b) and (a is b or bool(a == b) or bool(a != a and b != b))
-
-
-def _same_values(a: Tensor, b: Tensor) -> bool:
-    if a.is_floating_point() and a.itemsize == 1:
-        a, b = a.float(), b.float()
-    return torch.equal(a, b) or bool(((a == b) | ((a != a) & (b != b))).all())
-
-
-def _apart(a: Tensor, b: Tensor) -> str:
-    if a.dtype == torch.bool or a.numel() == 0:
-        return "different values"
-    if a.is_complex():
-        return f"a difference of {float((a.detach() - b.detach()).abs().max()):.3g}"
-    return f"a difference of {float((a.detach().double() - b.detach().double()).abs().max()):.3g}"

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from sfa_functional.precision import wide
 
-from .collectives import Pending
+from .collectives import Pending, spell_axes, spell_call, spell_ranks
 from .mesh import MeshShape, Transfer
 
 
@@ -171,8 +171,8 @@ class _Turns:
         meeting = meetings[number]
         mine, theirs = (collective, source, _kind(x)), (meeting.collective, meeting.source, meeting.kind)
         if mine != theirs:
-            sides = [f"rank {meeting.opener} calls {_spell(*theirs)}", f"rank {rank} calls {_spell(*mine)}"]
-            where = f"collective {number + 1} of {_name(axes)}"
+            sides = [f"rank {meeting.opener} calls {spell_call(*theirs)}", f"rank {rank} calls {spell_call(*mine)}"]
+            where = f"collective {number + 1} of {spell_axes(axes)}"
             text = f"shard_map: ranks disagree on {where} in the {self.phase} pass: {', '.join(sides)}"
             self.error = RuntimeError(text)
             raise _Stopped
@@ -212,11 +212,11 @@ class _Turns:
         for rank, state in enumerate(self.states):
             meeting = self.waits[rank]
             if state == "waiting" and meeting is not None:
-                what = f"in {meeting.collective} (collective {meeting.number + 1} of {_name(meeting.axes)})"
+                what = f"in {meeting.collective} (collective {meeting.number + 1} of {spell_axes(meeting.axes)})"
                 doing.setdefault(f"waiting {what}", []).append(rank)
             elif state in ("ready", "done"):
                 doing.setdefault("not started" if state == "ready" else "returned", []).append(rank)
-        return "; ".join(f"{_ranks(ranks)}: {what}" for what, ranks in doing.items()) or "no other rank"
+        return "; ".join(f"{spell_ranks(ranks)}: {what}" for what, ranks in doing.items()) or "no other rank"
 
     def require_complete(self) -> None:
         """Refuse collectives that some rank started and another never did."""
@@ -224,9 +224,9 @@ class _Turns:
             for meeting in meetings:
                 if not meeting.complete and self.error is None:
                     absent = [r for i, r in enumerate(meeting.group) if i not in meeting.parts]
-                    where = f"{meeting.collective}, collective {meeting.number + 1} of {_name(meeting.axes)}"
+                    where = f"{meeting.collective}, collective {meeting.number + 1} of {spell_axes(meeting.axes)}"
                     rule = f"shard_map: all ranks must take part in {where} in the {self.phase} pass"
-                    self.error = RuntimeError(f"{rule}; {_ranks(absent)} returned without")
+                    self.error = RuntimeError(f"{rule}; {spell_ranks(absent)} returned without")
 
 
 class _Meeting:
@@ -314,19 +314,6 @@ def _bytes_sent(collective: str, x: Tensor, size: int, is_source: bool) -> int:
 
 def _kind(x: Tensor) -> tuple[torch.dtype, tuple[int, ...]]:
     return x.dtype, tuple(x.shape)
-
-
-def _spell(collective: str, source: int, kind: tuple[torch.dtype, tuple[int, ...]]) -> str:
-    origin = f" from {source}" if collective in ("broadcast", "reduce") else ""
-    return f"{collective}{origin} of {str(kind[0]).removeprefix('torch.')} {list(kind[1])}"
-
-
-def _name(axes: tuple[str, ...]) -> str:
-    return f"axis {axes[0]!r}" if len(axes) == 1 else f"axes {axes}"
-
-
-def _ranks(ranks: list[int]) -> str:
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
 def _thread_state() -> Callable[[], AbstractContextManager[Any]]:

@@ -798,9 +798,9 @@ def test_what_ranks_keep_for_backward_is_free_when_the_result_is():
 
 # Refusals of derivatives and transforms.
 
-TWICE = "shard_map: a gradient of a gradient can't pass simulated ranks; use func.grad in the body"
-VMAP = "shard_map: an outer vmap can't run simulated ranks; use vmap inside of the body"
-JVP = "shard_map: simulated ranks have no forward-mode derivative; use backward() or func.grad"
+TWICE = "shard_map: a gradient of a gradient can't pass a mesh's ranks; use func.grad in the body"
+VMAP = "shard_map: an outer vmap can't run a mesh's ranks; use vmap inside of the body"
+JVP = "shard_map: a mesh's ranks have no forward-mode derivative; use backward() or func.grad"
 
 
 def _cubes(comm, x):
@@ -863,7 +863,7 @@ def test_compiling_is_refused_with_the_reason(inner):
     compiled = torch.compile((lambda x: run(x) * 2) if inner else run, backend="eager", fullgraph=True)
     with pytest.raises(torch._dynamo.exc.Unsupported) as error:
         compiled(torch.ones(3))
-    assert "shard_map: simulated ranks can't be compiled; compile what the body calls" in str(error.value)
+    assert "shard_map: a mesh's ranks can't be compiled; compile what the body calls" in str(error.value)
 
 
 def test_a_body_may_call_what_is_compiled():
