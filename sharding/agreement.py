@@ -13,7 +13,7 @@ key                                who writes what
 =================================  ==============================================================
 ``<pass>/<axes>/<first>/<n>/<r>``  rank r: what it brings to collective n of the group
                                    that begins with rank <first>
-``end/<r>``                        rank r: the last pass that it left, and how
+``end/<passes around>/<r>``        rank r: the last pass that it left, and how
 =================================  ==============================================================
 
 A rank that waits looks at ``end`` of those who have not come: one that raised, or returned, never will.
@@ -23,6 +23,7 @@ import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
@@ -115,16 +116,25 @@ def gather_lines(
     return {r: x.decode() for r, x in zip(ranks, store.multi_get(keys), strict=True)}
 
 
+@dataclass
+class _Pass:
+    """A pass that is open on this rank."""
+
+    path: tuple[int, ...]  # its number, behind those of the passes around it
+    title: str
+    asking: bool = True  # until all ranks have come to its end
+    calls: dict[tuple[str, ...], int] = field(default_factory=dict)  # how many collectives, by axes
+    met: dict[str, int] = field(default_factory=dict)  # how many meetings, by group
+
+
 class Agreement:
     """One rank's side of what the ranks of a mesh tell each other."""
 
     def __init__(self, shape: MeshShape, rank: int, store: Store, *, timeout: float, check: bool) -> None:
         self.shape, self.rank, self.check = shape, rank, check
         self._store, self._patience, self._grace = store, PATIENCE * timeout, min(2.0, 0.1 * timeout)
-        self._pass, self._title = 0, ""
-        self._state = "outside"  # then "asking", "agreed"
-        self._calls: dict[tuple[str, ...], int] = {}  # collectives of this pass, by axes
-        self._met: dict[str, int] = {}  # meetings of this pass, by group
+        self._passes: list[_Pass] = []  # those that are open: an activation checkpoint runs one inside of another
+        self._opened: dict[tuple[int, ...], int] = {}  # how many passes were opened, by the path of the one around
         self._written: dict[str, str] = {}  # this rank's last key, by group
         self._broken: str | None = None
 
@@ -141,10 +151,9 @@ class Agreement:
         """
         if self._broken is not None:
             raise RanksApart(f"this mesh can't be used any more: {self._broken}")
-        if self._state != "outside":
-            raise RuntimeError(f"shard_map: a body must not run another pass of its mesh; got the {title}")
-        self._pass, self._title, self._state = self._pass + 1, title, "asking"
-        self._calls, self._met = {}, {}
+        around = self._passes[-1].path if self._passes else ()
+        self._opened[around] = self._opened.get(around, 0) + 1
+        self._passes.append(_Pass((*around, self._opened[around]), title))
         try:
             if self.check:
                 self._open(title, items)
@@ -158,14 +167,18 @@ class Agreement:
             error.add_note(f"raised on rank {self.rank} of {self.shape} in the {title}")
             raise
         finally:
-            self._state = "outside"
+            path = self._passes.pop().path
+            if self._opened.pop(path, 0):
+                inner = _end_key(path, self.rank)
+                self._written[inner] = inner
 
     def close(self, told: Any) -> list[Any]:
         """Return what each rank tells at the end of a pass; then they may exchange data without asking."""
-        self._leave("returned", f"rank {self.rank} returned from the {self._title}")
-        lines = self._meet(self.shape.names, json.dumps(["returns", told]), f"the end of the {self._title}")
-        self._require_alike(lines, f"the end of the {self._title}")
-        self._state = "agreed"
+        title = self._passes[-1].title
+        self._leave("returned", f"rank {self.rank} returned from the {title}")
+        lines = self._meet(self.shape.names, json.dumps([_RETURNS, told]), f"the end of the {title}")
+        self._require_alike(lines, f"the end of the {title}")
+        self._passes[-1].asking = False
         return [json.loads(line)[1] for line in lines.values()]
 
     def before(self, axes: tuple[str, ...], call: str) -> str:
@@ -174,12 +187,12 @@ class Agreement:
         Raises:
             RanksApart: another call, a rank that failed or returned, or that does not come.
         """
-        if self._state == "outside":
+        if not self._passes:
             raise RuntimeError(f"{call}: ranks meet inside of shard_map only; got a call outside of it")
-        count = self._calls.get(axes, 0) + 1
-        self._calls[axes] = count
-        where = f"collective {count} of {spell_axes(axes)} in the {self._title}"
-        if self.check and self._state == "asking":
+        this = self._passes[-1]
+        this.calls[axes] = this.calls.get(axes, 0) + 1
+        where = f"collective {this.calls[axes]} of {spell_axes(axes)} in the {this.title}"
+        if self.check and this.asking:
             lines = self._meet(axes, json.dumps([f"{call} on {spell_axes(axes)}"]), f"{call} ({where})")
             self._require_alike(lines, where)
         return where
@@ -223,12 +236,14 @@ class Agreement:
         """Gather the lines of the ranks that differ on these axes; in any order of the axes it is one group."""
         ranks = sorted(self.shape.group(self.rank, *axes))
         group = f"{'+'.join(name for name in self.shape.names if name in axes)}/{ranks[0]}"
-        count = self._met.get(group, 0)
-        self._met[group] = count + 1
+        this = self._passes[-1]
+        place = f"{'.'.join(map(str, this.path))}/{group}/{this.met.get(group, 0)}"
+        this.met[group] = this.met.get(group, 0) + 1
 
         def look(here: Mapping[int, str], absent: list[int]) -> bool:
             for end in map(self._end, absent):
-                if end is not None:
+                # who returned comes to the end: it may be there by now
+                if end is not None and not (end[0] == "returned" and line.startswith(f'["{_RETURNS}"')):
                     raise RanksApart(end[1], f"rank {self.rank} waited in {what}")
             return len({json.loads(x)[0] for x in here.values()}) > 1
 
@@ -238,7 +253,7 @@ class Agreement:
                 line,
                 self.rank,
                 ranks,
-                key=lambda r: f"{self._pass}/{group}/{count}/{r}",
+                key=lambda r: f"{place}/{r}",
                 patience=self._patience,
                 look=look,
             )
@@ -252,7 +267,7 @@ class Agreement:
             if not isinstance(error, Absent):
                 self._broken = f"{_GONE}; rank {self.rank} was in {what}"
             raise RanksApart(self._broken) from (None if isinstance(error, Absent) else error)
-        self._written[group] = f"{self._pass}/{group}/{count}/{self.rank}"
+        self._written[group] = f"{place}/{self.rank}"
         return lines
 
     def _require_alike(self, lines: Mapping[int, str], where: str) -> None:
@@ -264,15 +279,20 @@ class Agreement:
                 raise RanksApart(f"ranks disagree on {where}: {sides}")
 
     def _end(self, rank: int) -> list[str] | None:
-        """Return how a rank left this pass, or a later one; None while it has not."""
-        if not self._store.check([f"end/{rank}"]):
-            return None
-        number, *end = json.loads(self._store.get(f"end/{rank}"))
-        return end if number >= self._pass else None
+        """Return how a rank left this pass, one around it, or a later one; None while it has not."""
+        path = self._passes[-1].path
+        for depth, number in enumerate(path):
+            key = _end_key(path[:depth], rank)
+            if self._store.check([key]):
+                left, *end = json.loads(self._store.get(key))
+                if left >= number:
+                    return list(end)
+        return None
 
     def _leave(self, how: str, text: str) -> None:
+        *around, number = self._passes[-1].path
         try:
-            self._store.set(f"end/{self.rank}", json.dumps([self._pass, how, text]))
+            self._store.set(_end_key(around, self.rank), json.dumps([number, how, text]))
         except RuntimeError:
             self._broken = self._broken or _GONE
 
@@ -285,10 +305,15 @@ class Agreement:
             self._store.delete_key(self._written.pop(read))
 
 
+def _end_key(around: Sequence[int], rank: int) -> str:
+    return f"end/{'.'.join(map(str, around))}/{rank}"
+
+
 def _spell_line(text: str) -> str:
-    return text if text.startswith(("begins", "returns")) else f"calls {text}"
+    return text if text.startswith(("begins", _RETURNS)) else f"calls {text}"
 
 
+_RETURNS = "returns"
 _GONE = "the store that the ranks share is gone, and who keeps it"
 
 

@@ -173,7 +173,7 @@ class ProcessRanks:
                 first = holder(self.shape, specs[i], rank)
                 rule = f"a result of {specs[i]} must be the same on the ranks that hold it"
                 same = others[place] == told[first][2][place]
-                require(same, "shard_map", rule, f"different values on ranks {first}, {rank}")
+                require(same, "shard_map", rule, f"different values between ranks {first}, {rank}")
         return [any(flags) for flags in zip(*(flags for _, flags, _ in told), strict=True)]
 
     def join(self, parts: Sequence[Tensor], spec: P) -> Tensor:
