@@ -7,6 +7,8 @@ import atexit
 import itertools
 import math
 import os
+import socket
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -238,18 +240,37 @@ def _join(shape: MeshShape, device_type: str, backend: str, limit: timedelta) ->
     port = int(os.environ["MASTER_PORT"])
     _require_size(shape, size)
     keeps = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True)
-    seconds = limit.total_seconds()
+    if not keeps:
+        _await_listener(address, port, limit)
     try:
         store = dist.TCPStore(address, port, size, keeps, limit, wait_for_workers=False)  # type: ignore[attr-defined]
-    except RuntimeError:
-        who = "the store can't be kept" if keeps else f"rank 0 did not come to keep the store within {seconds:.3g} s"
-        raise RuntimeError(f"distributed_mesh: {who} at {address}:{port}") from None
+    except RuntimeError as error:
+        raise RuntimeError(f"distributed_mesh: {address}:{port} keeps no store: {_first_line(error)}") from None
     joining = dist.PrefixStore(f"sharding/join/{next(_MADE)}", store)  # type: ignore[attr-defined]
-    _come(joining, repr(device_type), rank, size, limit)
+    try:
+        _come(joining, repr(device_type), rank, size, limit)
+    except RuntimeError:
+        if keeps:  # the others give up in this moment: let them read who is missing
+            time.sleep(min(1.0, limit.total_seconds() * (1 - PATIENCE)))
+        raise
     if device_type != "cpu" and "LOCAL_RANK" in os.environ:
         torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=limit)
     atexit.register(_part, store, rank, size, keeps)
+
+
+def _await_listener(address: str, port: int, limit: timedelta) -> None:
+    """Wait until somebody keeps the store. `TCPStore` would try for twice its timeout, and tell stderr all about it."""
+    deadline = time.monotonic() + limit.total_seconds()
+    while True:
+        try:
+            socket.create_connection((address, port), timeout=limit.total_seconds()).close()
+            return
+        except OSError as error:
+            if time.monotonic() >= deadline:
+                text = f"nobody kept the store at {address}:{port} within {limit.total_seconds():.3g} s; rank 0 must"
+                raise RuntimeError(f"distributed_mesh: {text} ({error})") from None
+            time.sleep(0.05)
 
 
 def _part(store: Any, rank: int, size: int, keeps: bool) -> None:
@@ -271,6 +292,9 @@ def _come(store: Any, wanted: str, rank: int, size: int, limit: timedelta) -> No
     except Absent as error:
         text = f"{spell_ranks(error.ranks)} of {size} did not come within {seconds:.3g} s"
         raise RuntimeError(f"distributed_mesh: {text}") from None
+    except RuntimeError as error:
+        text = f"the store that the ranks share is gone, and who keeps it: {_first_line(error)}"
+        raise RuntimeError(f"distributed_mesh: {text}") from error
     for other, line in lines.items():
         if line != lines[0]:
             text = f"all ranks must ask for the same; rank 0: {lines[0]}, rank {other}: {line}"
@@ -281,9 +305,12 @@ def _new_group(members: Sequence[int], backend: str, limit: timedelta) -> Any:
     try:
         return dist.new_group(list(members), backend=backend, timeout=limit)
     except RuntimeError as error:
-        first = (str(error).splitlines() or [""])[0]
         text = f"{spell_ranks(members)} could not be joined by {backend}"
-        raise RuntimeError(f"distributed_mesh: {text}: {first}") from error
+        raise RuntimeError(f"distributed_mesh: {text}: {_first_line(error)}") from error
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [""])[0]
 
 
 def _require_size(shape: MeshShape, size: int) -> None:

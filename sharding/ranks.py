@@ -18,6 +18,7 @@ from sfa_functional.precision import require, wide
 
 from .agreement import Agreement
 from .collectives import Collectives, DifferentiableCollectives, Transport
+from .dtensors import is_dtensor
 from .mesh import MeshShape, P, SimulatedMesh
 from .processes import DistributedMesh
 from .simulate import SimulatedTransport, run_ranks
@@ -60,8 +61,8 @@ class Ranks(Protocol):
     def here(self) -> Sequence[int]:
         """The ranks that run in this process."""
 
-    def during(self, title: str, leaves: Sequence[Any]) -> AbstractContextManager[None]:
-        """Be in a pass over the mesh; ``leaves`` are its arguments, whose kinds must be alike on all ranks."""
+    def during(self, title: str, leaves: Sequence[Any], learning: Sequence[bool]) -> AbstractContextManager[None]:
+        """Be in a pass over the mesh; what its arguments are, and which learn, must be the same on all ranks."""
 
     def run(self, body: Callable[[int, MeshCollectives], Any], phase: str) -> list[Any]:
         """Run a body on each rank that is here."""
@@ -84,7 +85,7 @@ class ThreadRanks:
     def __init__(self, mesh: SimulatedMesh) -> None:
         self.shape, self.here, self._record = mesh.shape, range(mesh.shape.size), mesh.record
 
-    def during(self, title: str, leaves: Sequence[Any]) -> AbstractContextManager[None]:
+    def during(self, title: str, leaves: Sequence[Any], learning: Sequence[bool]) -> AbstractContextManager[None]:
         """As `Ranks.during`: nothing to agree on, all have the same arguments."""
         return nullcontext()
 
@@ -147,9 +148,10 @@ class ProcessRanks:
     def _agreement(self) -> Agreement:
         return self._mesh.agreement
 
-    def during(self, title: str, leaves: Sequence[Any]) -> AbstractContextManager[None]:
+    def during(self, title: str, leaves: Sequence[Any], learning: Sequence[bool]) -> AbstractContextManager[None]:
         """As `Ranks.during`."""
-        return self._agreement.during(title, [_spell(leaf) for leaf in leaves] if self._agreement.check else [])
+        pairs = zip(leaves, learning, strict=True) if self._agreement.check else ()
+        return self._agreement.during(title, [_spell(leaf) + " that learns" * learns for leaf, learns in pairs])
 
     def run(self, body: Callable[[int, MeshCollectives], Any], phase: str) -> list[Any]:
         """As `Ranks.run`: here and now."""
@@ -161,7 +163,7 @@ class ProcessRanks:
         learns = [isinstance(x, Tensor) and x.requires_grad for x in leaves]
         if not self._agreement.check:
             return learns
-        structure = hashlib.sha256(json.dumps([str(tree), *map(_spell_result, leaves)]).encode()).hexdigest()
+        structure = hashlib.sha256(json.dumps([str(tree), *map(_spell, leaves)]).encode()).hexdigest()
         compared = [i for i, spec in enumerate(specs) if isinstance(leaves[i], Tensor) and self._copies(spec)]
         prints = torch.stack([fingerprint(leaves[i].detach()) for i in compared]).tolist() if compared else []
         told = self._agreement.close([structure, learns, prints])
@@ -265,15 +267,10 @@ def _sum_dtype(dtype: torch.dtype) -> torch.dtype:
 def _spell(leaf: Any) -> str:
     """Say what kind of argument this is; values that are plain are said too."""
     if isinstance(leaf, Tensor):
-        learns = " that learns" if leaf.requires_grad and torch.is_grad_enabled() else ""
-        placed = "" if type(leaf).__name__ != "DTensor" else "DTensor "
-        return f"{placed}{str(leaf.dtype).removeprefix('torch.')} {list(leaf.shape)}{learns}"
+        placed = "DTensor " if is_dtensor(leaf) else ""
+        return f"{placed}{str(leaf.dtype).removeprefix('torch.')} {list(leaf.shape)}"
     plain = leaf is None or isinstance(leaf, bool | int | float | str | torch.dtype)
     return repr(leaf) if plain else type(leaf).__name__
-
-
-def _spell_result(leaf: Any) -> str:
-    return f"{leaf.dtype} {list(leaf.shape)}" if isinstance(leaf, Tensor) else _spell(leaf)
 
 
 def _same_kind(a: Any, b: Any) -> bool:

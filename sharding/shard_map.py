@@ -107,7 +107,7 @@ class _Call:
         home: DeviceMesh | None,
     ) -> None:
         self.fn, self.ranks, self.shape, self.tree, self.out_specs, self.home = fn, ranks, ranks.shape, tree, outs, home
-        self.name, self.kinds = getattr(fn, "__name__", type(fn).__name__), leaves
+        self.name, self.given = getattr(fn, "__name__", type(fn).__name__), leaves
         self.others = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         self.places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
         self.specs = [specs[i] for i in self.places]
@@ -121,12 +121,14 @@ class _Call:
         self.inputs: list[list[Tensor]] = []  # by rank, of those that are here
         self.results: list[list[Any]] = []  # likewise: leaves
         self.result_specs: list[P] = []  # by leaf
-        self.learning: Sequence[bool] = []  # by leaf: whether any rank's part carries a gradient
+        learns = iter(self.wanted)
+        self.learning: Sequence[bool] = [isinstance(leaf, Tensor) and next(learns) for leaf in leaves]
+        """By leaf, of the arguments and then of the results: whether any rank's part carries a gradient."""
 
     def forward(self, arguments: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Cut the arguments, run the body on all ranks, join the results' tensors."""
-        kinds, self.kinds = self.kinds, []
-        with self.ranks.during(f"forward pass of {self.name}", kinds):
+        given, self.given = self.given, []
+        with self.ranks.during(f"forward pass of {self.name}", given, self.learning):
             for rank in self.ranks.here:
                 parts = zip(arguments, self.specs, self.whole, strict=True)
                 mine = [cut(self.shape, x.detach(), spec, rank) if w else x.detach() for x, spec, w in parts]
@@ -185,7 +187,7 @@ class _Call:
             found = iter(torch.autograd.grad(roots, wanted, seeds, retain_graph=True, allow_unused=True))
             return [next(found) if x.requires_grad else None for x in self.inputs[here]]
 
-        with self.ranks.during(f"backward pass of {self.name}", list(gradients)):
+        with self.ranks.during(f"backward pass of {self.name}", gradients, [False] * len(gradients)):
             by_rank = self.ranks.run(body, "backward")
             return tuple(self.ranks.add_up(by_rank, self.inputs[0], self.specs, self.whole))
 
