@@ -143,27 +143,27 @@ def run_on_real_ranks(size: int, tests: list[tuple[Callable[..., None], dict[str
 
     Each process runs the whole test and compares for itself; all of them must agree on which tests ran.
     """
-    modules = [sys.modules[name] for name in {test.__module__ for test, _ in tests} | {"tests.sharding.layers"}]
-    modules.append(sys.modules["sharding"])
-
-    def body(rank: int) -> list[str]:
-        with_real_meshes(size, modules)
-        ran = []
-        for test, arguments in tests:
-            torch.manual_seed(0)
-            name = f"{test.__qualname__} {arguments}"
-            try:
-                test(**arguments)
-            except OtherSize:
-                continue
-            except BaseException as error:
-                raise AssertionError(f"{name} failed on rank {rank}") from error
-            ran.append(name)
-        return ran
-
-    answers = on_processes(size, body)
+    answers = on_processes(size, lambda rank: run_here(size, tests))
     assert all(ran == answers[0] for ran in answers)
     return answers[0]
+
+
+def run_here(size: int, tests: list[tuple[Callable[..., None], dict[str, Any]]]) -> list[str]:
+    """Be one of the processes of `run_on_real_ranks`."""
+    names = {test.__module__ for test, _ in tests} | {"tests.sharding.layers", "sharding"}
+    with_real_meshes(size, [sys.modules[name] for name in names])
+    ran = []
+    for test, arguments in tests:
+        torch.manual_seed(0)
+        name = f"{test.__qualname__} {arguments}"
+        try:
+            test(**arguments)
+        except OtherSize:
+            continue
+        except BaseException as error:
+            raise AssertionError(f"{name} failed") from error
+        ran.append(name)
+    return ran
 
 
 def plain_tests(place: Any, *, without: Sequence[str] = ()) -> Iterator[tuple[Callable[..., None], dict[str, Any]]]:

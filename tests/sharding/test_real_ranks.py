@@ -6,6 +6,8 @@ them all.
 
 import os
 import sys
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -20,8 +22,6 @@ from tests.sharding.processes import plain_tests, run_on_real_ranks
 from tests.weights import test_recompute
 
 pytestmark = pytest.mark.usefixtures("unchecked")
-
-ALL = os.environ.get("SFA_ALL") == "1"
 
 PLACES = {
     "collectives": (test_collectives, 4, 12, ["test_sums_of_half_precision_are_rounded_once"]),  # gloo rounds each sum
@@ -67,13 +67,18 @@ def _asked(arguments: dict[str, object]) -> set[object]:
     return {getattr(value, "size", value) for value in told}
 
 
-@pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize("place", PLACES)
-def test_tests_of_simulated_ranks_pass_on_processes(place, size):
+def sample(place: str, size: int, *, all_of_them: bool = False) -> list[tuple[Callable[..., None], dict[str, Any]]]:
+    """List tests that may ask for so many ranks."""
     where, named_step, other_step, without = PLACES[place]
     tests = [x for x in plain_tests(where, without=without) if not x[1].get("donate")]  # a process sees its own pool
     named = [x for x in tests if _asked(x[1]) == {size}]
     others = [x for x in tests if not _asked(x[1])]
-    ran = run_on_real_ranks(size, [*named, *others] if ALL else [*named[::named_step], *others[::other_step]])
+    return [*named, *others] if all_of_them else [*named[::named_step], *others[::other_step]]
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("place", PLACES)
+def test_tests_of_simulated_ranks_pass_on_processes(place, size):
+    ran = run_on_real_ranks(size, sample(place, size, all_of_them=os.environ.get("SFA_ALL") == "1"))
     assert ran
     print(f"{len(ran)} tests of {place} on {size} processes: {', '.join(ran)}", file=sys.stderr)
