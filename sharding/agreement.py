@@ -239,35 +239,33 @@ class Agreement:
         this = self._passes[-1]
         place = f"{'.'.join(map(str, this.path))}/{group}/{this.met.get(group, 0)}"
         this.met[group] = this.met.get(group, 0) + 1
+        closing = json.loads(line)[0] == _RETURNS
+
+        def key(rank: int) -> str:
+            return f"{place}/{rank}"
 
         def look(here: Mapping[int, str], absent: list[int]) -> bool:
-            for end in map(self._end, absent):
-                # who returned comes to the end: it may be there by now
-                if end is not None and not (end[0] == "returned" and line.startswith(f'["{_RETURNS}"')):
+            for r in absent:
+                end = self._end(r)
+                if end is None or self._store.check([key(r)]):  # it may have come, and gone on, since it was missed
+                    continue
+                if end[0] != "returned" or not closing:  # who returned is about to come to the end
                     raise RanksApart(end[1], f"rank {self.rank} waited in {what}")
             return len({json.loads(x)[0] for x in here.values()}) > 1
 
         try:
-            lines = gather_lines(
-                self._store,
-                line,
-                self.rank,
-                ranks,
-                key=lambda r: f"{place}/{r}",
-                patience=self._patience,
-                look=look,
-            )
+            lines = gather_lines(self._store, line, self.rank, ranks, key=key, patience=self._patience, look=look)
             if len(lines) == len(ranks):
                 self._forget(None if len(ranks) == self.shape.size else group)
         except RanksApart:
             raise
+        except Absent as error:
+            self._broken = f"{error}; rank {self.rank} waited {self._patience:.3g} s in {what}"
+            raise RanksApart(self._broken) from None
         except RuntimeError as error:
-            absent = str(error) if isinstance(error, Absent) else _GONE
-            self._broken = f"{absent}; rank {self.rank} waited {self._patience:.3g} s in {what}"
-            if not isinstance(error, Absent):
-                self._broken = f"{_GONE}; rank {self.rank} was in {what}"
-            raise RanksApart(self._broken) from (None if isinstance(error, Absent) else error)
-        self._written[group] = f"{place}/{self.rank}"
+            self._broken = f"{_GONE}; rank {self.rank} was in {what}"
+            raise RanksApart(self._broken) from error
+        self._written[group] = key(self.rank)
         return lines
 
     def _require_alike(self, lines: Mapping[int, str], where: str) -> None:
