@@ -72,9 +72,9 @@ def distributed_mesh(
         RuntimeError: ranks that did not come in time, by number, or that ask for another mesh.
 
     Cost: one process group for each choice of axes. With ``check``, each collective takes four round trips to the
-        store (0.1 ms to 1 ms in all, on one machine), starts when the last rank has come to it, and reads nothing of
-        the tensors; each call of `shard_map` takes some ten more, and waits for the device where it compares results.
-        Switch it off to measure speed.
+        store, about as long as a small all_gather by gloo, and starts when the last rank has come to it; each call of
+        `shard_map` takes a dozen more, and waits for the device where it compares results. Switch it off to measure
+        speed.
     Source: torch.distributed.device_mesh.init_device_mesh.
     """
     function = "distributed_mesh"

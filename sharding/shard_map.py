@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import Function, forward_ad
-from torch.distributed.device_mesh import DeviceMesh
 from torch.func import debug_unwrap
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_unflatten
@@ -34,30 +33,42 @@ def shard_map(
             pass ``dict(module.named_parameters())``); others may be closed over. It must not change its arguments in
             place: they share the caller's memory, and each other's where they are replicated (``donate=True`` means
             just that).
-        mesh: from `simulated_mesh`.
+        mesh: from `simulated_mesh`, or from `distributed_mesh`: then every process calls the function, with the same
+            whole values, and runs the body once.
         in_specs: a `P` for each argument, or a tree of them whose leaves stand for whole subtrees of it. A single `P`
             stands for all arguments. Arguments that are not tensors reach every rank as they are.
         out_specs: likewise for what the body returns. A dim split over an axis is joined again; what is not split
             must have exactly the same values on the ranks that hold it.
 
     Returns:
-        A function of the whole values; it takes no keywords and holds no state.
+        A function of the whole values; it takes no keywords and holds no state. On a distributed mesh every process
+        gets the whole results. There, arguments may be DTensors, placed as their specs say, of which the body gets
+        this rank's part; if any argument is one, all results that are tensors are DTensors, placed as their specs say.
 
     Raises:
         ValueError: on making it, a spec that is none or names no axis of the mesh. On the call, before any rank
             starts, specs that don't fit the arguments, a dim that the axis does not divide, an outer ``vmap`` or
             ``jvp`` (``torch.compile`` refuses with its own error). At the end, results whose trees differ from rank
             to rank or don't fit the specs, that were to be the same and are not, or that depend on a tensor that
-            requires grad and is no argument (its gradient would be lost).
+            requires grad and is no argument (its gradient would be lost). A DTensor that is placed otherwise than its
+            spec says, a Partial one for example: nothing is redistributed.
         RuntimeError: collectives that don't match, or that a rank leaves without; the message says what every rank
-            does. An exception of the body is raised again as it is, with a note of the same kind.
+            does. An exception of the body is raised again as it is, with a note of the same kind. On a distributed
+            mesh also another rank's exception, by its number, kind and first line; a rank that calls with other
+            arguments, or something else; and one that does not come, or is gone, within the mesh's timeout. After
+            that last kind the mesh can't be used any more.
 
     Gradients: by ``backward()`` and ``torch.func.grad`` from outside, once, not twice; and by either inside of the
         body. They are those of the sum over ranks: a replicated argument's is summed over the ranks that hold it; of
-        a replicated result one rank's copy counts, so that it counts once.
-    Cost: that of all ranks, one after the other; what autograd keeps of all ranks lives as long as the result.
+        a replicated result one rank's copy counts, so that it counts once. On a distributed mesh every process must
+        take the same gradients of the same results; each gets the gradients of the whole arguments, those of DTensors
+        placed as these are.
+    Cost: that of all ranks, one after the other; what autograd keeps of all ranks lives as long as the result. On a
+        distributed mesh that of one rank, and beside the body's own collectives a gather of each result that is split;
+        in the backward pass an all_reduce of the gradient of each argument that is replicated, in float32 or wider,
+        and a gather of each that is split. DTensors take no gathers.
 
-    Ranks are threads, of which one runs until it waits for others, so results are the same every time. Modes that
+    Ranks of a simulated mesh are threads, of which one runs until it waits for others, so results are the same every time. Modes that
     count operations or allocations are seen by the thread that enters them alone: enter those inside of the body.
 
     Source: jax.shard_map.
@@ -104,7 +115,7 @@ class _Call:
         tree: TreeSpec,
         specs: list[P],
         outs: Any,
-        home: DeviceMesh | None,
+        home: Any,
     ) -> None:
         self.fn, self.ranks, self.shape, self.tree, self.out_specs, self.home = fn, ranks, ranks.shape, tree, outs, home
         self.name, self.given = getattr(fn, "__name__", type(fn).__name__), leaves

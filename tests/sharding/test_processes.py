@@ -10,12 +10,14 @@ import signal
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
+import sharding
 from sharding import Collectives, DistributedMesh, MeshShape, P, distributed_mesh, shard_map, simulated_mesh
 from tests.sharding.processes import on_processes
 
@@ -41,6 +43,12 @@ def told(run: Callable[[], object]) -> tuple[str, str, float]:
 
 def mapped(mesh: DistributedMesh, body: Callable[..., Any], spec: P = P("cp")) -> Callable[..., Any]:  # noqa: B008
     return shard_map(body, mesh, in_specs=spec, out_specs=spec)
+
+
+def test_one_file_names_torch_distributed_and_one_its_tensors():
+    files = sorted(Path(sharding.__file__).parent.glob("*.py"))
+    names = [file.name for file in files if re.search(r"^\s*(import|from) torch.distributed", file.read_text(), re.M)]
+    assert names == ["dtensors.py", "processes.py"]
 
 
 # ---- making a mesh ---------------------------------------------------------------------------------------------------
