@@ -68,8 +68,9 @@ def shard_map(
         in the backward pass an all_reduce of the gradient of each argument that is replicated, in float32 or wider,
         and a gather of each that is split. DTensors take no gathers.
 
-    Ranks of a simulated mesh are threads, of which one runs until it waits for others, so results are the same every time. Modes that
-    count operations or allocations are seen by the thread that enters them alone: enter those inside of the body.
+    Ranks of a simulated mesh are threads, of which one runs until it waits for others, so results are the same every
+    time. Modes that count operations or allocations are seen by the thread that enters them alone: enter those inside
+    of the body.
 
     Source: jax.shard_map.
     """

@@ -31,7 +31,7 @@ def rollout(model, ids, *, cache, topk=4, mask=None):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("cache", [False, True])
 def test_a_replayed_pass_attends_to_what_decoding_selected(kind, cache):
-    """Through the cache token by token, then whole: though the indexers have changed; generate gives logits in float32."""
+    """Whole, though it was decoded token by token and the indexers have changed since; logits come in float32."""
     model, ids = make(kind, torch.float64).eval(), drawn(2, 14)
     whole, logits, recording = rollout(model, ids, cache=cache)
     assert recording.lengths == (19, 19)
