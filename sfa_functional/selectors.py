@@ -17,6 +17,7 @@ from . import blockwise
 from .indexer import lightning_indexer
 from .paged import Rows, num_rows
 from .precision import require, without_autocast
+from .quantize import AMAX_FLOOR, Code, Scales, quantize_index, quantized_index_scores
 
 Selector = Callable[..., Int32[Tensor, "T K"]]
 
@@ -153,6 +154,65 @@ def block_topk(block: int) -> Selector:
             return torch.where(seen_ts, best_ts.gather(1, block_ts), torch.nan)
 
         return _best("block_topk", score, start_T, end_T, _num_keys(k_SI, row_S, "block_topk"), k, heads=q_TJI.shape[1])
+
+    return select
+
+
+def quantized_indexer(
+    dtype: Code, *, hadamard: bool = False, scales: Scales = "power_of_two", floor: float = AMAX_FLOOR
+) -> Selector:
+    """Return the lightning indexer on queries and keys rounded to eight bits.
+
+    `quantize_index` of both, `quantized_index_scores`, `select_topk`: what an eight-bit index cache selects.
+
+    Args:
+        dtype: "fp8" or "int8".
+        hadamard: rotate both sides first (`norm.hadamard`); it helps where a few columns of both are outliers.
+        scales: "power_of_two" or "plain".
+        floor: as `quantize_fp8`.
+
+    Returns:
+        A selector; it needs the layer's indexer.
+
+    Raises:
+        ValueError: an unknown word; in the call: k < 1, a layer without an indexer, or as `quantize_index`.
+
+    Cost: the scores of `lightning_indexer` in float32, and the rounding of every tile of keys again for each tile of
+        queries.
+    Source: DeepSeek-V3.2-Exp, inference/model.py, class Indexer.
+    """
+    require(dtype in ("fp8", "int8"), "quantized_indexer", "dtype must be 'fp8' or 'int8'", repr(dtype))
+    known = scales in ("power_of_two", "plain")
+    require(known, "quantized_indexer", "scales must be 'power_of_two' or 'plain'", repr(scales))
+
+    def select(
+        *,
+        q_TJI: Tensor | None,
+        k_SI: Tensor | None,
+        w_TJ: Tensor | None,
+        start_T: Tensor,
+        end_T: Tensor,
+        k: int,
+        row_S: Tensor | None = None,
+        **_: Any,
+    ) -> Tensor:
+        if q_TJI is None or k_SI is None or w_TJ is None:
+            raise ValueError("quantized_indexer: the layer must have an indexer; got none")
+        index_q, index_k, weight_TJ = q_TJI.detach(), k_SI.detach(), w_TJ.detach()
+
+        def score(queries: slice, low: int, high: int) -> Tensor:
+            q = quantize_index(index_q[queries], dtype=dtype, hadamard=hadamard, scales=scales, floor=floor)
+            tiles = []
+            for keys in blockwise.key_tiles((low, high)):
+                k_kI, known_k = blockwise.key_tile(index_k, keys, row_S)
+                k_tile = quantize_index(k_kI, dtype=dtype, hadamard=hadamard, scales=scales, floor=floor)
+                score_tk = quantized_index_scores(q, k_tile, weight_TJ[queries])
+                tiles.append(score_tk if known_k is None else torch.where(known_k, score_tk, torch.nan))
+            return torch.cat(tiles, dim=-1)
+
+        num_keys = index_k.shape[0] if row_S is None else row_S.shape[0]
+        heads = -(-index_q.shape[1] * blockwise.KEY_TILE // max(1, num_keys))  # a tile of keys is held per head
+        return _best("quantized_indexer", score, start_T, end_T, num_keys, k, heads=heads)
 
     return select
 

@@ -1,9 +1,10 @@
 """Bringing a layer's parameters to where they are needed, in time. The public names, in reading order."""
 
+from sfa_functional.quantize import dequantize_blocks
+
 from .checkpoint import (
     Checkpoint,
     check_layers,
-    dequantize_blocks,
     load_layer,
     open_checkpoint,
     save_checkpoint,

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from sfa_functional import DEEPSEEK_NAMES, HF_NAMES, LayerParams, SFAConfig, param_shapes
 from sfa_functional.params import NORM_FIELDS, named_fields, params_from_fields
-from sfa_functional.precision import require
+from sfa_functional.quantize import BLOCK, dequantize_blocks
 
 LAYOUTS = (("model.layers.{}.self_attn.", HF_NAMES), ("layers.{}.attn.", DEEPSEEK_NAMES))
 """The prefixes and name tables a layer is looked for under, in this order."""
@@ -29,9 +29,6 @@ DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF1
 
 FP8 = "F8_E4M3"
 """The one further dtype that a projection may have, with a factor for every block of it beside it."""
-
-BLOCK = 128
-"""Rows and columns of a block of fp8 weights; the last blocks may be partial."""
 
 SCALE = "_scale_inv"
 """What the key of the factors has more than the key of the codes; in spite of its name it multiplies."""
@@ -257,36 +254,6 @@ def decode_layer(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> LayerPara
         elif not field.endswith(SCALE):
             fields[field] = tensor.to(norm_dtype if field in NORM_FIELDS else dtype)
     return params_from_fields(fields)
-
-
-def dequantize_blocks(code_RC: Tensor, scale_rc: Tensor, dtype: torch.dtype) -> Tensor:
-    """Multiply fp8 codes by the factor of their block.
-
-    ``w[i, j] = float32(code[i, j]) · scale[i // 128, j // 128]`` in float32, then cast to ``dtype``.
-
-    Args:
-        code_RC: fp8 weights, [R, C].
-        scale_rc: float32 factors, [ceil(R / 128), ceil(C / 128)]; the last blocks may be partial.
-        dtype: of the result.
-
-    Returns:
-        [R, C].
-
-    Raises:
-        ValueError: another number of factors.
-
-    Gradients: none.
-    Cost: one block of rows in float32 beside the result.
-    Source: deepseek-ai/DeepSeek-V3, inference/fp8_cast_bf16.py.
-    """
-    require(code_RC.ndim == 2, "dequantize_blocks", "code must be [R, C]", list(code_RC.shape))
-    want = _scale_shape(tuple(code_RC.shape))
-    require(tuple(scale_rc.shape) == want, "dequantize_blocks", f"scale must be {list(want)}", list(scale_rc.shape))
-    result = torch.empty(code_RC.shape, dtype=dtype, device=code_RC.device)
-    for i, scale_c in enumerate(scale_rc):
-        rows = slice(i * BLOCK, (i + 1) * BLOCK)
-        result[rows] = code_RC[rows].float() * scale_c.repeat_interleave(BLOCK)[: code_RC.shape[1]]
-    return result
 
 
 def save_checkpoint(path: str | os.PathLike[str], layers: Sequence[LayerParams], config: SFAConfig) -> None:

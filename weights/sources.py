@@ -14,6 +14,7 @@ from torch.autograd import Function
 from sfa_functional import LayerParams, SFAConfig
 from sfa_functional.params import named_fields, params_from_fields
 from sfa_functional.precision import require
+from sfa_functional.quantize import dequantize_blocks
 from sharding import Collectives, Pending, layer_owners
 
 from .checkpoint import (
@@ -21,7 +22,6 @@ from .checkpoint import (
     SCALE,
     Checkpoint,
     decode_layer,
-    dequantize_blocks,
     open_checkpoint,
     read_stored,
     stored_layer,
