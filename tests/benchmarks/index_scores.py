@@ -45,7 +45,7 @@ def main() -> None:
     for name in ("fp8", "int8"):
         q, k = (quantize_index(x, dtype=name) for x in narrow)
         calls[name] = WIDTH + 4, lambda q=q, k=k: quantized_index_scores(q, k, w_TJ)
-    table = Table("keys", "ms", "over bfloat16", "bytes a key", "recall", title="Index scores, 16 queries by 16384 keys")
+    table = Table("keys", "ms", "over bfloat16", "bytes a key", "recall", title="Index scores, 16 by 16384")
     first = None
     for name, (size, call) in calls.items():
         seconds, score_TS = quickest(call)
