@@ -8,8 +8,8 @@ import torch
 from jaxtyping import Float, Int, Int32
 from torch import Tensor
 
-from . import blockwise, reference
-from .implementation import Implementation, refuse
+from . import blockwise, npu, reference
+from .implementation import Implementation, choose
 from .paged import Rows, SplitRows, fetch_rows, present_rows, require_rows_fit
 from .precision import require, require_integers, require_rows, without_autocast
 
@@ -42,8 +42,8 @@ def sparse_attention(
             twice counts twice: `validate_selection` finds those.
         scale: of the logits; ``config.softmax_scale``, never derived from a width.
         value_dim: how many leading columns of a row are its value (L).
-        implementation: None and "blockwise" gather tiles of rows, "reference" is the oracle; a callable has the
-            reference's signature.
+        implementation: "blockwise" gathers tiles of rows, "reference" is the oracle, "npu" is Ascend's operator; None
+            chooses for the device. A callable has the reference's signature.
 
     Returns:
         `AttentionOutput`: out in q's dtype; lse float32 (float64 for float64 q). A query without keys has out 0
@@ -66,17 +66,18 @@ def sparse_attention(
         "topk must be int32 [T, K]",
         (topk_TK.dtype, tuple(topk_TK.shape)),
     )
-    match implementation:
-        case None | "blockwise":
+    call = {"scale": scale, "value_dim": value_dim}
+    match choose("sparse_attention", implementation, q_THE, kv_SE, topk_TK, **call):
+        case "blockwise":
             with without_autocast(q_THE):
                 result = blockwise.sparse_attention(q_THE, kv_SE, topk_TK, scale=scale, value_dim=value_dim)
+        case "npu":
+            result = npu.sparse_attention(q_THE, kv_SE, topk_TK, scale=scale, value_dim=value_dim)
         case "reference":
             with without_autocast(q_THE):
                 result = reference.sparse_attention(q_THE, _joined(kv_SE), topk_TK, scale=scale, value_dim=value_dim)
-        case _ if callable(implementation):
-            result = implementation(q_THE, _joined(kv_SE), topk_TK, scale=scale, value_dim=value_dim)
-        case _:
-            raise refuse("sparse_attention", implementation)
+        case custom:
+            result = custom(q_THE, _joined(kv_SE), topk_TK, scale=scale, value_dim=value_dim)
     return AttentionOutput(*result)
 
 
@@ -122,8 +123,8 @@ def dense_attention(
     require_integers("dense_attention", q_THE.shape[0], start_T=start_T, end_T=end_T)
     if row_S is not None:
         require_integers("dense_attention", row_S.numel(), row_S=row_S)
-    match implementation:
-        case None | "blockwise":
+    match choose("dense_attention", implementation, q_THE):
+        case "blockwise":
             with without_autocast(q_THE):
                 result = blockwise.dense_attention(
                     q_THE, kv_SE, start_T, end_T, scale=scale, value_dim=value_dim, row_S=row_S
@@ -135,11 +136,9 @@ def dense_attention(
                 run = partial(reference.sparse_attention, topk_TK=_visible_rows(start_T, end_T, row_S))
             with without_autocast(q_THE):
                 result = run(q_THE, _joined(kv_SE), scale=scale, value_dim=value_dim)
-        case _ if callable(implementation):
+        case custom:
             rows_SE = _joined(kv_SE) if row_S is None else present_rows(kv_SE, row_S)
-            result = implementation(q_THE, rows_SE, start_T, end_T, scale=scale, value_dim=value_dim)
-        case _:
-            raise refuse("dense_attention", implementation)
+            result = custom(q_THE, rows_SE, start_T, end_T, scale=scale, value_dim=value_dim)
     return AttentionOutput(*result)
 
 

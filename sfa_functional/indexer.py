@@ -6,9 +6,9 @@ from jaxtyping import Float, Int, Int32
 from torch import Tensor
 from torch.nn.functional import linear
 
-from . import blockwise, reference
+from . import blockwise, npu, reference
 from .config import SFAConfig
-from .implementation import Implementation, refuse
+from .implementation import Implementation, choose
 from .norm import layer_norm
 from .paged import present_rows
 from .params import IndexerParams
@@ -201,8 +201,9 @@ def lightning_indexer(
         end_T: one past the last visible key row.
         k: keys to choose, >= 1.
         row_S: row of the pool for each key row; -1 where none holds it (such a key scores NaN).
-        implementation: None and "blockwise" work in tiles, "reference" is the oracle; a callable has the reference's
-            signature (no ``row_S``: it is given the key rows).
+        implementation: "blockwise" works in tiles, "reference" is the oracle, "npu" is Ascend's operator (without
+            ``row_S``); None chooses for the device. A callable has the reference's signature (no ``row_S``: it is
+            given the key rows).
 
     Returns:
         int32 ``topk_TK``, key rows ascending, then -1.
@@ -221,17 +222,17 @@ def lightning_indexer(
     if row_S is not None:
         require_integers("lightning_indexer", row_S.numel(), row_S=row_S)
     q_TJI, k_SI, w_TJ = q_TJI.detach(), k_SI.detach(), w_TJ.detach()
-    match implementation:
-        case None | "blockwise":
+    match choose("lightning_indexer", implementation, q_TJI, k_SI, w_TJ, start_T, end_T, k=k, row_S=row_S):
+        case "blockwise":
             with without_autocast(q_TJI):
                 return blockwise.lightning_indexer(q_TJI, k_SI, w_TJ, start_T, end_T, k=k, row_S=row_S)
+        case "npu":
+            return npu.lightning_indexer(q_TJI, k_SI, w_TJ, start_T, end_T, k=k)
         case "reference":
             with without_autocast(q_TJI):
                 return reference.lightning_indexer(q_TJI, _keys(k_SI, row_S), w_TJ, start_T, end_T, k=k)
-        case _ if callable(implementation):
-            return implementation(q_TJI, _keys(k_SI, row_S), w_TJ, start_T, end_T, k=k)
-        case _:
-            raise refuse("lightning_indexer", implementation)
+        case custom:
+            return custom(q_TJI, _keys(k_SI, row_S), w_TJ, start_T, end_T, k=k)
 
 
 def _keys(k_SI: Tensor, row_S: Tensor | None) -> Tensor:

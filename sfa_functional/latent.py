@@ -6,8 +6,9 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn.functional import linear
 
+from . import npu
 from .config import SFAConfig
-from .implementation import Implementation, refuse
+from .implementation import Implementation, choose
 from .norm import rms_norm
 from .params import LayerParams
 from .precision import require, require_float, without_autocast
@@ -138,8 +139,8 @@ def latent_projections(
         cos: cosines of the tokens' positions.
         sin: sines, likewise.
         config: sizes, pairing, epsilon.
-        implementation: None, "reference" and "blockwise" are the plain composition; a callable takes the same
-            arguments but this one.
+        implementation: "reference" and "blockwise" are the plain composition, "npu" is Ascend's fused operator on
+            `npu.prepare_params`; None chooses for the device. A callable takes the same arguments but this one.
 
     Returns:
         ``(q_THE, q_latent_TQ, kv_TE)``.
@@ -151,14 +152,15 @@ def latent_projections(
     Cost: theirs together.
     Source: as the two functions; the fused form is that of the Ascend operator npu_mla_prolog_v3.
     """
-    match implementation:
-        case None | "reference" | "blockwise":
+    match choose("latent_projections", implementation, params, x_TD, cos, sin, config=config):
+        case "npu":
+            _check(params, x_TD, config, "latent_projections")
+            return npu.latent_projections(params, x_TD, cos, sin, config=config)
+        case str():
             q_THE, q_latent_TQ = latent_queries(params, x_TD, cos, sin, config=config)
             return q_THE, q_latent_TQ, latent_keys(params, x_TD, cos, sin, config=config)
-        case _ if callable(implementation):
-            return implementation(params, x_TD, cos, sin, config=config)
-        case _:
-            raise refuse("latent_projections", implementation)
+        case custom:
+            return custom(params, x_TD, cos, sin, config=config)
 
 
 def latent_output(params: LayerParams, out_THL: Float[Tensor, "T H L"], *, config: SFAConfig) -> Float[Tensor, "T D"]:

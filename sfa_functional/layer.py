@@ -1,18 +1,19 @@
 """The whole attention layer as one composition of public functions."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float, Int32
 from torch import Tensor
 
+from . import npu
 from .attention import AttentionOutput, sparse_attention
 from .batch import Batch, global_selection, local_selection
 from .config import SFAConfig
-from .implementation import Implementation
+from .implementation import Implementation, choose
 from .indexer import index_keys, index_queries, index_weights, lightning_indexer
 from .latent import latent_output, latent_projections
-from .paged import Cache, Rows, cache_rows, index_rows, map_selection, write_cache
+from .paged import Cache, Rows, SplitRows, cache_rows, index_rows, map_selection, write_cache
 from .params import LayerParams
 from .precision import require, require_rows, without_autocast
 from .rotary import rope_cos_sin
@@ -55,7 +56,7 @@ def sfa_layer(
         select: another way to choose keys; None is the lightning indexer.
         rope: cos and sin to use instead of ``rope_cos_sin(batch.position_T, config)``.
         implementation: passed on to the functions that have one, if it is a name; a callable replaces
-            `sparse_attention` alone.
+            `sparse_attention` alone. "npu" goes to Ascend's operators with every step, or is refused before the first.
         donate: write into the cache given, which must not be used again.
 
     Returns:
@@ -72,6 +73,9 @@ def sfa_layer(
     Source: DeepSeek-V3.2-Exp report (2025), section 2.1; DeepSeek-V3.2-Exp, inference/model.py, class MLA.
     """
     check_layer("sfa_layer", params, x_TD, batch, cache=cache, selection=selection, select=select)
+    if implementation == "npu":
+        given: dict[str, Any] = {"config": config, "cache": cache, "selection": selection, "select": select}
+        choose("sfa_layer", implementation, params, x_TD, batch, **given)
     with without_autocast(x_TD):
         named = implementation if implementation is None or isinstance(implementation, str) else None
         belongs_T1 = batch.request_T[:, None] >= 0
@@ -144,7 +148,9 @@ def choose_keys(
     elif q_TJI is None or k_SI is None or w_TJ is None:
         raise ValueError("choose_keys: a layer without an indexer needs selection= or select=; got neither")
     else:
-        topk_TK = lightning_indexer(q_TJI, k_SI, w_TJ, start_T, end_T, k=k, row_S=row_S, implementation=implementation)
+        if (name := _on_device("choose_positions", implementation, q_TJI, k_SI, w_TJ, batch, k=k)) == "npu":
+            return npu.choose_positions(q_TJI.detach(), k_SI.detach(), w_TJ.detach(), batch, k=k)
+        topk_TK = lightning_indexer(q_TJI, k_SI, w_TJ, start_T, end_T, k=k, row_S=row_S, implementation=name)
     return local_selection(topk_TK, batch)
 
 
@@ -168,7 +174,7 @@ def attend_positions(
         implementation: of `sparse_attention`.
 
     Returns:
-        `AttentionOutput`.
+        `AttentionOutput`. Through Ascend's operator over a split pool, which gives none, lse is NaN.
 
     Raises:
         ValueError: as `sparse_attention`.
@@ -177,6 +183,12 @@ def attend_positions(
     Cost: as `sparse_attention`.
     Source: as `sparse_attention`.
     """
+    if isinstance(kv_SE, SplitRows):
+        call: dict[str, Any] = {"scale": config.softmax_scale, "value_dim": config.kv_lora_rank}
+        implementation = _on_device("attend_positions", implementation, q_THE, kv_SE, selection_TK, batch, **call)
+        if implementation == "npu":
+            out_THL = npu.attend_positions(q_THE, kv_SE, selection_TK, batch, **call)
+            return AttentionOutput(out_THL, torch.full_like(out_THL[..., 0], torch.nan, dtype=torch.float32))
     topk_TK = global_selection(selection_TK, batch)
     row_TK = topk_TK if batch.row_S is None else map_selection(topk_TK, batch.row_S)
     return sparse_attention(
@@ -187,6 +199,14 @@ def attend_positions(
         value_dim=config.kv_lora_rank,
         implementation=implementation,
     )
+
+
+def _on_device(function: str, implementation: Implementation, *arguments: Any, **named: Any) -> Implementation:
+    """Decide between the device's form for whole batches and the functions of plain tensors, which None leaves None."""
+    if implementation not in (None, "npu"):
+        return implementation
+    chosen = choose(function, implementation, *arguments, **named)
+    return "npu" if chosen == "npu" else implementation
 
 
 def check_layer(

@@ -9,7 +9,7 @@ from jaxtyping import Float, Int, Int32
 from torch import Tensor
 
 from .config import SFAConfig
-from .implementation import Implementation, refuse
+from .implementation import Implementation, choose
 from .precision import require, require_float, require_integers, require_rows
 
 
@@ -321,8 +321,8 @@ def write_cache(
         index_slot_T: other slots for the index keys, where those live apart; None takes ``slot_T``.
         donate: write in place and give the argument away. The old value must not be used again. Without it the
             whole pool is copied (milliseconds per 64K rows), so loops donate.
-        implementation: None, "reference" and "blockwise" are the same plain code; a callable takes the same
-            arguments but this one.
+        implementation: "reference" and "blockwise" are the same plain code, "npu" is Ascend's operators; None chooses
+            for the device. A callable takes the same arguments but this one.
 
     Returns:
         The pool after the write, of the class given.
@@ -336,13 +336,8 @@ def write_cache(
     Cost: T rows, plus the pool without ``donate``.
     Source: the slot mapping of PagedAttention (Kwon et al., 2023); skipping -1 and ``donate`` are this library's.
     """
-    match implementation:
-        case None | "reference" | "blockwise":
-            pass
-        case _ if callable(implementation):
-            return implementation(cache, kv_TE, k_TI, slot_T, index_slot_T=index_slot_T, donate=donate)
-        case _:
-            raise refuse("write_cache", implementation)
+    if callable(implementation):
+        return implementation(cache, kv_TE, k_TI, slot_T, index_slot_T=index_slot_T, donate=donate)
     require_rows("write_cache", kv_TE.shape[0], k_TI=k_TI)
     require_integers("write_cache", kv_TE.shape[0], slot_T=slot_T, index_slot_T=index_slot_T)
     if k_TI is not None:
@@ -356,6 +351,11 @@ def write_cache(
         require(_fits(k_TI, index_k), "write_cache", "k must have index_k's width and dtype", _kinds(k_TI, index_k))
     if donate:
         require_donatable("write_cache", *pools, *([] if index_k is None or k_TI is None else [index_k]))
+    named = choose("write_cache", implementation, cache, kv_TE, k_TI, slot_T, index_slot_T=index_slot_T, donate=donate)
+    if named == "npu":
+        from . import npu  # which reads this file
+
+        return npu.write_cache(cache, kv_TE, k_TI, slot_T, index_slot_T=index_slot_T, donate=donate)
     if k_TI is not None and index_k is not None:
         index_k = _put(index_k, k_TI, index_slot_T, donate)
     parts = kv_TE.split([pages.shape[-1] for pages in pools], dim=-1)
@@ -382,14 +382,20 @@ def _kinds(*tensors: Tensor) -> list[tuple[int, torch.dtype]]:
 
 
 def _put(pages: Tensor, rows: Tensor, slot_T: Tensor, donate: bool) -> Tensor:
-    """Write rows at their slots with a fixed number of writes and without waiting for the device.
+    if slot_T.shape[0] == 0:
+        return pages
+    pool = pages.flatten(0, 1)
+    slots, values = writes(pool, rows, slot_T)
+    written = pool.index_copy_(0, slots, values) if donate else pool.index_copy(0, slots, values)
+    return written.unflatten(0, pages.shape[:2])
+
+
+def writes(pool: Tensor, rows: Tensor, slot_T: Tensor) -> tuple[Tensor, Tensor]:
+    """Return slots and rows of which every slot is in the pool, without waiting for the device.
 
     Rows with slot -1 repeat the write of the first valid row; where there is none they write back what row 0 holds.
     Repeated values are detached, so that every gradient counts once.
     """
-    if slot_T.shape[0] == 0:
-        return pages
-    pool = pages.flatten(0, 1)
     valid = slot_T >= 0
     first = valid.to(torch.int8).argmax(0, keepdim=True)
     any_valid = valid.any()
@@ -397,6 +403,4 @@ def _put(pages: Tensor, rows: Tensor, slot_T: Tensor, donate: bool) -> Tensor:
     spare_row = torch.where(any_valid, rows.index_select(0, first), pool[:1]).detach()
     slots = torch.where(valid, slot_T, spare_slot).long()
     values = torch.where(valid[:, None], rows, spare_row)
-    values = torch.cat([torch.where(any_valid, values[:1], pool[:1]), values[1:]])
-    written = pool.index_copy_(0, slots, values) if donate else pool.index_copy(0, slots, values)
-    return written.unflatten(0, pages.shape[:2])
+    return slots, torch.cat([torch.where(any_valid, values[:1], pool[:1]), values[1:]])

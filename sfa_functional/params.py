@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -22,11 +23,24 @@ class IndexerParams:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
+class PrologWeights:
+    """What the fused device op of `latent_projections` reads, in its layouts; `npu.prepare_params` makes it."""
+
+    weight_dq: Float[Tensor, "D Q"]
+    weight_uq_qr: Float[Tensor, "Q HX"]
+    weight_uk: Float[Tensor, "H P L"]
+    weight_dkv_kr: Float[Tensor, "D E"]
+    gamma_cq: Float[Tensor, " Q"]
+    gamma_ckv: Float[Tensor, " L"]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
 class LayerParams:
     """Weights of one attention layer; projections are [out, in] as in checkpoints.
 
     A layer that shares the selection of an earlier one has ``indexer=None``. The three large matrices may be flat
-    shards instead, for those who put them together again before use (`sharding.context_parallel_layer`).
+    shards instead, for those who put them together again before use (`sharding.context_parallel_layer`). ``prolog``
+    repeats what a fused device op reads, in that op's layouts; checkpoints and plain code know nothing of it.
     """
 
     q_a_proj: Float[Tensor, "Q D"]
@@ -37,8 +51,10 @@ class LayerParams:
     kv_b_proj: Float[Tensor, "HY L"] | Float[Tensor, " _"]  # Y = P + V
     o_proj: Float[Tensor, "D HV"] | Float[Tensor, " _"]
     indexer: IndexerParams | None = None
+    prolog: PrologWeights | None = None
 
 
+torch.export.register_dataclass(PrologWeights, serialized_type_name="sfa_functional.PrologWeights")
 torch.export.register_dataclass(IndexerParams, serialized_type_name="sfa_functional.IndexerParams")
 torch.export.register_dataclass(LayerParams, serialized_type_name="sfa_functional.LayerParams")
 
@@ -116,7 +132,7 @@ def param_shapes(config: SFAConfig, *, layer: int = 0) -> dict[str, tuple[int, .
 def params_from_fields(tensors: Mapping[str, Tensor]) -> LayerParams:
     """Build `LayerParams` from tensors keyed by field path (``"q_a_proj"``, ``"indexer.wk"``, ...)."""
     indexer = {name.removeprefix("indexer."): x for name, x in tensors.items() if name.startswith("indexer.")}
-    layer = {name: x for name, x in tensors.items() if not name.startswith("indexer.")}
+    layer: dict[str, Any] = {name: x for name, x in tensors.items() if not name.startswith("indexer.")}
     return LayerParams(**layer, indexer=IndexerParams(**indexer) if indexer else None)
 
 
@@ -127,7 +143,7 @@ def named_fields(params: LayerParams) -> Iterator[tuple[str, Tensor]]:
         if isinstance(value, IndexerParams):
             for inner in fields(IndexerParams):
                 yield f"indexer.{inner.name}", getattr(value, inner.name)
-        elif value is not None:
+        elif isinstance(value, Tensor):
             yield field.name, value
 
 

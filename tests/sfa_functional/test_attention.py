@@ -409,7 +409,6 @@ def test_a_callable_is_given_the_key_rows_of_a_pool_nan_where_it_holds_none():
 @pytest.mark.parametrize(
     ("implementation", "reason"),
     [
-        ("npu", "the Ascend adapter is not part of this version"),
         ("flash", "it is unknown; 'reference', 'blockwise', 'npu', a callable or None are"),
         (7, "it is not callable"),
     ],
