@@ -28,12 +28,13 @@ from sfa_functional import (
     latent_output,
     latent_queries,
     local_selection,
+    npu,
     rope_cos_sin,
     split_kv_b,
     validate_block_table,
     write_cache,
 )
-from sfa_functional.implementation import Implementation, explain_implementation, refuse
+from sfa_functional.implementation import Implementation, choose, refuse
 from sfa_functional.layer import attend_positions, check_layer, choose_keys
 from sfa_functional.paged import Cache, JointCache, Rows, cache_rows, index_rows, require_donatable
 from sfa_functional.params import NORM_FIELDS, named_fields, param_shapes
@@ -45,7 +46,7 @@ from .cache_ranges import CacheSplit
 from .collectives import Collectives, gather_rows_start
 from .rules import LARGE_FIELDS, Weights
 from .tensor_parallel import heads_of_rank, require_params, with_all_heads
-from .token_ranges import TokenSplit
+from .token_ranges import TokenSplit, local_lengths
 
 
 def context_parallel_layer(
@@ -141,7 +142,8 @@ def context_parallel_layer(
         donate=donate,
     )
     with without_autocast(x_tD):
-        named = implementation if implementation is None or isinstance(implementation, str) else None
+        named: Implementation = implementation if implementation is None or isinstance(implementation, str) else None
+        local, implementation, named = _on_device(local, batch, comm, split, x_tD, implementation, named)
         x_tD = torch.where(local.request_T[:, None] >= 0, x_tD, 0)
         cos, sin = rope_cos_sin(local.position_T.clamp(min=0), config) if rope is None else rope
 
@@ -245,6 +247,31 @@ class _PendingMatrix:
         return self._pending.wait()[: self._shape.numel()].view(self._shape)
 
 
+def _on_device(
+    local: Batch,
+    batch: Batch,
+    comm: Collectives,
+    split: TokenSplit | None,
+    x_tD: Tensor,
+    implementation: Implementation,
+    named: Implementation,
+) -> tuple[Batch, Implementation, Implementation]:
+    """Give Ascend's operators, which know requests but no ranges, the lengths of this rank's piece of them.
+
+    A contiguous piece has them: row r of `local_lengths`. For any other layout None becomes "blockwise", where it
+    would otherwise be tried; "npu" has been refused by now. Nothing waits for the device.
+    """
+    if split is None or not (named == "npu" or (named is None and npu.has_operators("choose_positions", x_tD))):
+        return local, implementation, named
+    ranges = split.contiguous_ranges()
+    if ranges is None:
+        return local, "blockwise" if implementation is None else implementation, "blockwise"
+    start_N, end_N = (x.to(batch.seq_len_B.device) for x in ranges)
+    query_end_NB, key_len_NB = local_lengths(batch.query_start_B1, batch.seq_len_B, start_N, end_N)
+    query_start_B1 = pad(query_end_NB[comm.rank], (1, 0))
+    return replace(local, query_start_B1=query_start_B1, seq_len_B=key_len_NB[comm.rank]), implementation, named
+
+
 def _gather_large(params: LayerParams, comm: Collectives, config: SFAConfig) -> Mapping[str, _PendingMatrix]:
     shapes = param_shapes(config)
     return {name: _PendingMatrix(comm, getattr(params, name), shapes[name]) for name in LARGE_FIELDS}
@@ -279,10 +306,9 @@ def _check(
 ) -> tuple[Batch, Int32[Tensor, "B U"] | None]:
     """Refuse what does not fit; return this rank's batch, and the pages of a sharded pool."""
     function = "context_parallel_layer"
-    known = implementation is None or callable(implementation)
-    if not known and not (isinstance(implementation, str) and not explain_implementation(implementation)):
-        raise refuse(function, implementation)
     local = batch
+    if implementation != "npu":
+        choose(function, implementation)
     require(split is None or isinstance(split, TokenSplit), function, "split must be a TokenSplit or None", repr(split))
     if split is not None:
         require(split.num_ranks == comm.size, function, f"split must be for {comm.size} ranks", split.num_ranks)
@@ -312,6 +338,23 @@ def _check(
         require(cache is not None, function, "a cache_split needs a cache", None)
         ranks = cache_split.num_ranks
         require(ranks == comm.size, function, f"cache_split must be for {comm.size} ranks", ranks)
+    if implementation == "npu":
+        reasons = npu.explain_layer(
+            params,
+            x_tD,
+            local,
+            config=config,
+            cache=cache,
+            selection=selection,
+            select=select,
+            num_keys=batch.position_T.shape[0],
+            fused=False,
+        )
+        if split is not None and split.contiguous_ranges() is None:
+            rule = "only the 'contiguous' layout has lengths per rank, others run as 'blockwise'"
+            reasons.append(f"{rule}; got another, or a split that is not on the CPU")
+        if reasons:
+            raise refuse(function, implementation, reasons)
     if cache is None:
         return local, None
     return local, _check_cache(function, params, x_tD, batch, config, cache, cache_split, donate)

@@ -170,6 +170,21 @@ class TokenSplit:
         """T."""
         return self.inverse_T.shape[0]
 
+    def contiguous_ranges(self) -> tuple[Int[Tensor, " N"], Int[Tensor, " N"]] | None:
+        """Return each rank's first token and one past its last, where ranks hold the stream piece by piece.
+
+        Returns:
+            ``(start_N, end_N)`` as `local_lengths` takes them; None for any other layout, and for a split that is not
+            on the CPU, where looking would wait.
+        """
+        if self.index_NC.device.type != "cpu":
+            return None
+        start_N = torch.arange(self.num_ranks) * self.rows
+        token_NC = start_N[:, None] + torch.arange(self.rows)
+        if not torch.equal(self.index_NC, torch.where(token_NC < self.num_tokens, token_NC, -1)):
+            return None
+        return start_N, torch.maximum(start_N, (start_N + self.rows).clamp(max=self.num_tokens))
+
     def scatter(self, x_TD: Shaped[Tensor, "T *dims"], *, fill: int | float = 0) -> Shaped[Tensor, "rows *dims"]:
         """Put global rows into rank order, [N·C, ...]: rank r's rows are ``r·C .. (r+1)·C``.
 
