@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: setup eval test test-all lint format checkpoint clean
+.PHONY: setup eval test test-all npu-drift lint format checkpoint clean
 
 setup: $(READY)
 
@@ -26,6 +26,13 @@ test: setup
 # the full products that make test samples; about half an hour
 test-all: setup
 	SFA_ALL=1 $(BIN)/python -m pytest -n 2
+
+# compares the operators' schemas with those in the pinned torch_npu wheel, which is unzipped, never installed or run
+npu-drift: setup
+	mkdir -p build/torch_npu
+	test -n "$$(ls build/torch_npu/*.whl 2>/dev/null)" || $(BIN)/python -m pip download --quiet --disable-pip-version-check --no-deps --dest build/torch_npu torch_npu==2.13.0
+	$(BIN)/python -m zipfile -e build/torch_npu/*.whl build/torch_npu/unzipped
+	$(BIN)/python -m pytest tests/sfa_functional/test_npu_drift.py --torch-npu-wheel build/torch_npu/unzipped -rs
 
 lint: setup
 	$(BIN)/ruff check .

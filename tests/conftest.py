@@ -13,6 +13,11 @@ if "SFA_UNCHECKED" not in os.environ:
     jaxtyping.install_import_hook(["sfa_functional", "sharding", "weights"], "beartype.beartype")
 
 
+def pytest_addoption(parser):
+    """Add what `make npu-drift` passes."""
+    parser.addoption("--torch-npu-wheel", metavar="PATH", help="folder of an unzipped torch_npu wheel, read, never run")
+
+
 @pytest.fixture(autouse=True)
 def _one_seed():
     """Give every test the same random state, and one thread: `make test` runs one process per core."""
