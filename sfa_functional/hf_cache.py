@@ -108,27 +108,19 @@ def cache_store(cache: Any, layer: int, batch_size: int, config: SFAConfig) -> S
     rope_width = config.qk_rope_head_dim
 
     def store(kv_TE: Tensor, k_TI: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        held = cache.layers[layer]
-        parts = kv_TE.split([config.kv_lora_rank, rope_width], dim=-1)
-        new = [_as_held(x, held.keys) for x in (parts[0], _pairs_apart(parts[1], config.rope_pairing))]
-        keys, values = cache.update(*(x.unflatten(0, (batch_size, 1, -1)) for x in new), layer)
-        latent, rope = (x.to(kv_TE.dtype).flatten(0, 2) for x in (keys, values))
+        latent, rope = kv_TE.split([config.kv_lora_rank, rope_width], dim=-1)
+        new = (x.unflatten(0, (batch_size, 1, -1)) for x in (latent, _pairs_apart(rope, config.rope_pairing)))
+        latent, rope = (x.to(kv_TE.dtype).flatten(0, 2) for x in cache.update(*new, layer))
         kv_SE = torch.cat([latent, _pairs_together(rope, config.rope_pairing)], dim=-1)
         if k_TI is None:
             return kv_SE, None
         rotated, rest = k_TI.tensor_split([rope_width], dim=-1)
         new_TI = torch.cat([_pairs_apart(rotated, config.index_rope_pairing), rest], dim=-1)
-        new_TI = _as_held(new_TI, held.indexer_keys)
         k_SI = cache.update_indexer(new_TI.unflatten(0, (batch_size, -1)), layer).to(k_TI.dtype).flatten(0, 1)
         rotated, rest = k_SI.tensor_split([rope_width], dim=-1)
         return kv_SE, torch.cat([_pairs_together(rotated, config.index_rope_pairing), rest], dim=-1)
 
     return store
-
-
-def _as_held(x: Tensor, held: Tensor | None) -> Tensor:
-    """Cast new rows to the dtype of those that are there: one filled under autocast is not in the weights' dtype."""
-    return x if held is None else x.to(held.dtype)
 
 
 def _pairs_apart(x: Tensor, pairing: Pairing) -> Tensor:

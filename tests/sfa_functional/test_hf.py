@@ -217,29 +217,18 @@ def test_padding_that_holds_nan_reaches_no_other_token_and_no_cached_row() -> No
     assert all(bool(x.isfinite().all()) for layer in ours.cache.layers for x in (layer.keys, layer.values))
 
 
-@pytest.mark.parametrize("kind", ["dynamic", "static"])
-def test_a_cache_filled_under_autocast_goes_on_without(kind: str) -> None:
-    """Its latents are bfloat16 then and stay so, while the weights are float32."""
-    model = make_model("deepseek", index_topk=64).eval()
-    with torch.no_grad():  # weights of a size at which bfloat16 still says something
-        for weight in model.parameters():
-            weight.mul_(0.5 if weight.ndim == 2 else 1)
-    ids_BT = prompts()["input_ids"]
-    with torch.no_grad():
-        want = model(ids_BT, use_cache=False).logits[:, 15:]
-        cache: Any = DynamicCache(config=model.config)
-        if kind == "static":
-            cache = StaticCache(config=model.config, max_cache_len=20)
-        with torch.autocast("cpu", torch.bfloat16):
-            model(ids_BT[:, :15], cache=cache)
-        layer = cache.layers[0]
-        dtypes = layer.keys.dtype, layer.values.dtype, layer.indexer_keys.dtype
-        with hf.use_sfa(model):
-            got = model(ids_BT[:, 15:], cache=cache).logits
-    assert got.dtype == torch.float32
-    assert (got - want).norm() < 0.05 * want.norm()
-    assert dtypes[0] == torch.bfloat16
-    assert dtypes == (layer.keys.dtype, layer.values.dtype, layer.indexer_keys.dtype)
+def test_a_cache_goes_on_in_a_model_of_another_dtype() -> None:
+    """A dynamic cache then holds the wider dtype; attention computes in the weights'."""
+    model = DeepseekV32ForCausalLM.from_pretrained(TINY_CHECKPOINT, dtype=torch.float32).eval()
+    ids_BT = torch.tensor(list(held_out_text().encode()[:80])).view(2, 40)
+    with torch.no_grad(), hf.use_sfa(model):
+        want = model(ids_BT, use_cache=False).logits[:, 30:]
+        for first, then in [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)]:
+            cache = DynamicCache(config=model.config)
+            model.to(first)(ids_BT[:, :30], cache=cache)
+            got = model.to(then)(ids_BT[:, 30:], cache=cache).logits
+            assert got.dtype == then
+            assert (got - want).norm() < 0.05 * want.norm()
 
 
 def test_masks_of_a_continuation_become_ranges_behind_the_cached_rows() -> None:
