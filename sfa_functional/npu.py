@@ -1,11 +1,11 @@
 """Ascend: this library's functions through the operators of torch_npu 2.13. The only file that names it.
 
 Nothing here was ever run on such a device: the operators' documentation is the contract, and tests hold this file to
-it with stand-ins for the operators. It has no maths of its own. It **refuses** what an operator can't do, with all
-reasons at once (`explain`); **translates** rows, lengths and layouts; and **repairs** results to this library's
-conventions: entries that a query does not see are -1 and last, rows without keys give 0 and -inf, rope columns keep
-the order of the input. Two promises the operators do not make: equal scores need not go to the lower row, and a NaN
-score may be selected.
+it with stand-ins for the operators. It has no maths of its own. What an operator can't do is refused before a function
+of this file is called (`npu_rules`). It **translates** rows, lengths and layouts, and **repairs** results to this
+library's conventions: entries that a query does not see are -1 and last, rows without keys give 0 and -inf, rope
+columns keep the order of the input. Two promises the operators do not make: equal scores need not go to the lower row,
+and a NaN score may be selected.
 
 ``import torch`` loads torch_npu where it is installed, and fails where CANN is missing beside it. That is not undone
 here: whoever has the wheel without the device sets ``TORCH_DEVICE_BACKEND_AUTOLOAD=0`` before Python starts.
@@ -28,18 +28,16 @@ from torch.nn.functional import pad
 from .batch import Batch, global_selection
 from .config import SFAConfig
 from .paged import Cache, JointCache, Rows, SplitCache, SplitRows, fetch_rows, map_selection, num_rows, writes
-from .params import LayerParams, PrologWeights, named_fields
+from .params import LayerParams, PrologWeights
 
+LATENT, ROPE = 512, 64
 HEADS = (1, 2, 4, 8, 16, 32, 64, 128)
-INDEX_HEADS = (8, 16, 24, 32, 64)
-HIDDEN = (1024, 2048, 3072, 4096, 5120, 6144, 7168, 7680, 8192)
-LATENT, ROPE, INDEX_WIDTH = 512, 64, 128
+"""Numbers of attention heads that the operators take; others are filled up with heads of zeros."""
 FRACTAL_NZ = 29
 """Number of the memory format in which the fused projections want their large weights."""
 GATHERED_VALUES = 2**24
 """Values of the largest tensor of selected rows that a tile of queries gathers (32 MiB in bfloat16)."""
 
-_NARROW = (torch.bfloat16, torch.float16)
 _ATTENTION, _INDEXER = "npu_sparse_flash_attention", "npu_lightning_indexer"
 _PROLOG = "npu_mla_prolog_v3"
 _SCATTER, _SCATTER_IN_PLACE, _SCATTER_PAGES = (
@@ -60,49 +58,14 @@ OPERATORS = {
 """Which operators each function calls; the two that speak of positions are a layer's own forms."""
 
 
-# why it can't run ----------------------------------------------------------------------------------------------------
-
-
-def explain(function: str | None, *arguments: Any, **named: Any) -> list[str]:
-    """Return every reason why a call can't go to the operators; looks at shapes, dtypes, devices and plain values.
-
-    Only the flat `lightning_indexer` also reads its ranges, which waits for the device once.
-
-    Args:
-        function: a name of `OPERATORS`, "sfa_layer", or None for the operators alone.
-        arguments: of the call.
-        named: likewise.
-
-    Returns:
-        One short sentence per broken rule.
-    """
-    match function:
-        case None:
-            missing = _missing(tuple(sorted({name for names in OPERATORS.values() for name in names})))
-            return [missing] if missing else []
-        case "sparse_attention":
-            return _explain_sparse_attention(*arguments, **named)
-        case "lightning_indexer":
-            return _explain_lightning_indexer(*arguments, **named)
-        case "latent_projections":
-            return _explain_latent_projections(*arguments, **named)
-        case "write_cache":
-            return _explain_write_cache(*arguments, **named)
-        case "choose_positions":
-            return _explain_choose_positions(*arguments, **named)
-        case "attend_positions":
-            return _explain_attend_positions(*arguments, **named)
-        case "sfa_layer":
-            return explain_layer(*arguments, **named)
-        case _:
-            return [f"there is no operator for {function}"]
+# whether the operators are there -------------------------------------------------------------------------------------
 
 
 def has_operators(function: str, *arguments: Any) -> bool:
     """Say whether the device of a call's first tensor has the function's operators; cheap where it does not."""
     tensor = next((x for x in arguments if isinstance(x, Tensor)), None)
     names = OPERATORS.get(function, ())
-    return tensor is not None and bool(names) and all(_has_kernel(name, tensor.device.type) for name in names)
+    return tensor is not None and bool(names) and all(has_kernel(name, tensor.device.type) for name in names)
 
 
 def _kernel_is_there(name: str, device: str) -> bool:
@@ -112,7 +75,7 @@ def _kernel_is_there(name: str, device: str) -> bool:
     return bool(torch._C._dispatch_has_kernel_for_dispatch_key(f"npu::{name}", key))
 
 
-_has_kernel: Callable[[str, str], bool] = torch.compiler.assume_constant_result(_kernel_is_there)
+has_kernel: Callable[[str, str], bool] = torch.compiler.assume_constant_result(_kernel_is_there)
 
 
 def _what_is_missing(names: tuple[str, ...]) -> str:
@@ -123,7 +86,7 @@ def _what_is_missing(names: tuple[str, ...]) -> str:
     return f"operators are missing: {', '.join(lacking)}{'' if why is None else f' ({why})'}" if lacking else ""
 
 
-_missing: Callable[[tuple[str, ...]], str] = torch.compiler.assume_constant_result(_what_is_missing)
+missing: Callable[[tuple[str, ...]], str] = torch.compiler.assume_constant_result(_what_is_missing)
 
 
 def _load() -> str | None:
@@ -143,53 +106,7 @@ def _load() -> str | None:
     return None
 
 
-def _explain_common(function: str, *tensors: Tensor | None) -> list[str]:
-    """Operators there, with kernels for the one device; no gradients wanted."""
-    names, given = OPERATORS[function], [x for x in tensors if x is not None]
-    missing = _missing(names)
-    reasons = [missing] if missing else []
-    devices = sorted({str(x.device) for x in given})
-    if len(devices) > 1:
-        reasons.append(f"tensors must be on one device; got {', '.join(devices)}")
-    elif not reasons:
-        lacking = [name for name in names if not _has_kernel(name, given[0].device.type)]
-        if lacking:
-            reasons.append(f"operators have no kernel for {devices[0]}: {', '.join(lacking)}")
-    if torch.is_grad_enabled() and any(x.requires_grad for x in given):
-        reasons.append("it gives no gradients: inputs must not require grad")
-    return reasons
-
-
-def _rule(ok: bool, rule: str, got: object) -> list[str]:
-    return [] if ok else [f"{rule}; got {got}"]
-
-
-def _narrow(**tensors: Tensor) -> list[str]:
-    dtypes = [x.dtype for x in tensors.values()]
-    ok = dtypes[0] in _NARROW and len(set(dtypes)) == 1
-    return _rule(ok, f"{' and '.join(tensors)} must be bfloat16 or float16, all of them", dtypes)
-
-
 # attention -----------------------------------------------------------------------------------------------------------
-
-
-def _explain_sparse_attention(
-    q_THE: Tensor, kv_SE: Rows, topk_TK: Tensor, *, scale: float, value_dim: int
-) -> list[str]:
-    parts = [kv_SE.latent_SL, kv_SE.rope_SR] if isinstance(kv_SE, SplitRows) else [kv_SE]
-    width = sum(part.shape[-1] for part in parts)
-    latent = parts[0].shape[-1] if len(parts) == 2 else value_dim
-    known = (value_dim, latent, width - latent, q_THE.shape[-1]) == (LATENT, LATENT, ROPE, LATENT + ROPE)
-    got = (q_THE.shape[-1], latent, width - latent, value_dim)
-    compiling = torch.compiler.is_compiling()
-    return [
-        *_explain_common("sparse_attention", q_THE, *parts, topk_TK),
-        *_narrow(q=q_THE, **({"kv": parts[0]} if len(parts) == 1 else {"latent": parts[0], "rope": parts[1]})),
-        *_rule(known, f"q must have {LATENT} + {ROPE} columns, rows {LATENT} and {ROPE}, value_dim {LATENT}", got),
-        *_rule(1 <= q_THE.shape[1] <= HEADS[-1], f"there must be 1 to {HEADS[-1]} heads", q_THE.shape[1]),
-        *_rule(topk_TK.dtype == torch.int32, "indices must be int32", topk_TK.dtype),
-        *_rule(not compiling, "the operator gives no lse in a compiled graph", "torch.compile"),
-    ]
 
 
 def sparse_attention(
@@ -261,29 +178,6 @@ def _attend(q_THE: Tensor, latent_SL: Tensor, rope_SR: Tensor, topk_TK: Tensor, 
     return out_THL, (top + total.log())[0]
 
 
-def _explain_attend_positions(
-    q_THE: Tensor, kv_SE: Rows, selection_TK: Tensor, batch: Batch, *, scale: float, value_dim: int
-) -> list[str]:
-    if not isinstance(kv_SE, SplitRows):
-        return _explain_sparse_attention(q_THE, kv_SE, selection_TK, scale=scale, value_dim=value_dim)
-    latent_SL, rope_SR = kv_SE.latent_SL, kv_SE.rope_SR
-    got = (q_THE.shape[-1], latent_SL.shape[-1], rope_SR.shape[-1], value_dim)
-    contiguous = latent_SL.is_contiguous() and rope_SR.is_contiguous()
-    return [
-        *_explain_common("attend_positions", q_THE, latent_SL, rope_SR, selection_TK),
-        *_narrow(q=q_THE, latent=latent_SL, rope=rope_SR),
-        *_rule(
-            got == (LATENT + ROPE, LATENT, ROPE, LATENT),
-            f"q must have {LATENT} + {ROPE} columns, rows {LATENT} and {ROPE}, value_dim {LATENT}",
-            got,
-        ),
-        *_rule(1 <= q_THE.shape[1] <= HEADS[-1], f"there must be 1 to {HEADS[-1]} heads", q_THE.shape[1]),
-        *_rule(selection_TK.dtype == torch.int32, "indices must be int32", selection_TK.dtype),
-        *_rule(contiguous, "the pool must be contiguous", (latent_SL.stride(), rope_SR.stride())),
-        *_explain_table(batch),
-    ]
-
-
 def attend_positions(
     q_THE: Float[Tensor, "T H E"],
     kv_SE: SplitRows,
@@ -318,7 +212,7 @@ def attend_positions(
         return q_THE.new_zeros(q_THE.shape[0], heads, value_dim)
     held_TK = map_selection(global_selection(selection_TK, batch), batch.row_S) >= 0
     topk_TK, valid_TK = _valid_first(selection_TK, held_TK)
-    q_THE, size = _pad_heads(q_THE), _block_size(batch)
+    q_THE, size = _pad_heads(q_THE), block_size(batch)
     latent, rope = (part.unflatten(0, (-1, size))[:, :, None] for part in (kv_SE.latent_SL, kv_SE.rope_SR))
     out_THL, _, _ = torch.ops.npu.npu_sparse_flash_attention(
         q_THE[..., :LATENT].contiguous(),
@@ -344,40 +238,6 @@ def attend_positions(
 # the indexer ---------------------------------------------------------------------------------------------------------
 
 
-def _explain_index(function: str, q_TJI: Tensor, k_SI: Tensor, w_TJ: Tensor, *vectors: Tensor, k: int) -> list[str]:
-    heads, width = q_TJI.shape[1:]
-    count = 1 <= k <= 2048 or (k <= 8192 and k % 1024 == 0)
-    return [
-        *_explain_common(function, q_TJI, k_SI, w_TJ, *vectors),
-        *_narrow(q=q_TJI, k=k_SI),
-        *_rule(width == INDEX_WIDTH, f"index heads must be {INDEX_WIDTH} wide", width),
-        *_rule(heads in INDEX_HEADS, f"there must be {', '.join(map(str, INDEX_HEADS))} index heads", heads),
-        *_rule(count, "k must be in 1..2048 or 3072, 4096, ... 8192", k),
-    ]
-
-
-def _explain_lightning_indexer(
-    q_TJI: Tensor,
-    k_SI: Tensor,
-    w_TJ: Tensor,
-    start_T: Tensor,
-    end_T: Tensor,
-    *,
-    k: int,
-    row_S: Tensor | None = None,
-) -> list[str]:
-    reasons = _explain_index("lightning_indexer", q_TJI, k_SI, w_TJ, start_T, end_T, k=k)
-    if row_S is not None:
-        reasons.append("rows of a pool need a batch's block table: use the layer functions; got row_S")
-    if torch.compiler.is_compiling():
-        return [*reasons, "ranges are read on the host, which a compiled graph can't; got torch.compile"]
-    runs = _runs(start_T, end_T, k_SI.shape[0])
-    if not _back_to_back(runs, k_SI.shape[0]) and _page_size(runs) is None:
-        rule = "visible ranges must be requests back to back over all rows, or begin at multiples of 16"
-        reasons.append(f"{rule}; got starts {sorted({start for start, _, _ in runs})[:5]}")
-    return reasons
-
-
 def lightning_indexer(
     q_TJI: Float[Tensor, "T J I"],
     k_SI: Float[Tensor, "S I"],
@@ -390,8 +250,8 @@ def lightning_indexer(
     """Run `indexer.lightning_indexer` as npu_lightning_indexer, which knows requests instead of visible ranges.
 
     Rows with one start whose ends grow by one are a request. Where the requests' keys follow each other without a gap
-    they are passed flat, else as pages of a size that divides every start. Reads the ranges on the host: one transfer
-    of 2·T integers. A layer has the requests already (`choose_positions`).
+    they are passed flat, else as pages of a size that divides every start (a copy, if the last one is not full). Reads
+    the ranges on the host: one transfer of 2·T integers. A layer has the requests already (`choose_positions`).
 
     Args:
         q_TJI: indexer queries.
@@ -410,12 +270,12 @@ def lightning_indexer(
     tokens, keys = q_TJI.shape[0], k_SI.shape[0]
     if 0 in (tokens, keys):
         return torch.full((tokens, k), -1, dtype=torch.int32, device=q_TJI.device)
-    runs = _runs(start_T, end_T, keys)
+    runs = runs_of(start_T, end_T, keys)
     _starts, lengths, counts = zip(*runs, strict=True)
     query_ends, key_lens = list(accumulate(counts)), list(accumulate(lengths))
     table, key_pages, layout = None, k_SI[:, None], "TND"
-    if not _back_to_back(runs, keys):
-        size = _page_size(runs) or 16
+    if not back_to_back(runs, keys):
+        size = page_size(runs) or 16
         key_pages, layout = pad(k_SI, (0, 0, 0, -keys % size)).unflatten(0, (-1, size))[:, :, None], "PA_BSND"
         columns = max(1, *(-(-length // size) for length in lengths))
         pages = [[s // size + u if u * size < n else -1 for u in range(columns)] for s, n, _ in runs]
@@ -433,14 +293,6 @@ def lightning_indexer(
     start_T1, end_T1 = start_T.clamp(min=0).long()[:, None], end_T.clamp(max=keys).long()[:, None]
     key_TK = position_TK + start_T1
     return _ascending(key_TK, (position_TK >= 0) & (key_TK < end_T1))
-
-
-def _explain_choose_positions(q_TJI: Tensor, k_SI: Tensor, w_TJ: Tensor, batch: Batch, *, k: int) -> list[str]:
-    reasons = _explain_index("choose_positions", q_TJI, k_SI, w_TJ, batch.query_start_B1, k=k)
-    if batch.block_table_BU is None:
-        return [*reasons, *_rule(batch.row_S is None, "cached context needs a block table", "row_S alone")]
-    contiguous = k_SI.is_contiguous()
-    return [*reasons, *_explain_table(batch), *_rule(contiguous, "the pool must be contiguous", k_SI.stride())]
 
 
 def choose_positions(
@@ -470,7 +322,7 @@ def choose_positions(
     if table_BU is None:
         keys, key_lens, layout = k_SI[:, None], _packed_key_ends(batch, k_SI.shape[0]), "TND"
     else:
-        keys, layout = k_SI.unflatten(0, (-1, _block_size(batch)))[:, :, None], "PA_BSND"
+        keys, layout = k_SI.unflatten(0, (-1, block_size(batch)))[:, :, None], "PA_BSND"
         key_lens = batch.seq_len_B
     query_ends = batch.query_start_B1[1:].to(torch.int32)
     position_TK = _index(q_TJI, keys, w_TJ, query_ends, key_lens.to(torch.int32), table_BU, layout, k)
@@ -526,7 +378,7 @@ def _packed_key_ends(batch: Batch, num_keys: int) -> Tensor:
     return torch.minimum(torch.where(mine_B, seen_B, whole_B), last)
 
 
-def _runs(start_T: Tensor, end_T: Tensor, num_keys: int) -> list[tuple[int, int, int]]:
+def runs_of(start_T: Tensor, end_T: Tensor, num_keys: int) -> list[tuple[int, int, int]]:
     """Group queries into requests: (first key row, number of keys that the last query sees, number of queries)."""
     ranges = torch.stack([start_T.long().clamp(min=0), end_T.long().clamp(max=num_keys)]).tolist()
     runs: list[tuple[int, int, int]] = []
@@ -544,13 +396,13 @@ def _runs(start_T: Tensor, end_T: Tensor, num_keys: int) -> list[tuple[int, int,
     return runs
 
 
-def _back_to_back(runs: list[tuple[int, int, int]], num_keys: int) -> bool:
+def back_to_back(runs: list[tuple[int, int, int]], num_keys: int) -> bool:
     """Say whether the requests' keys are all rows, one request after the other."""
     ends = [0, *(start + length for start, length, _ in runs)]
     return all(start == end for (start, _, _), end in zip(runs, ends, strict=False)) and ends[-1] == num_keys
 
 
-def _page_size(runs: list[tuple[int, int, int]]) -> int | None:
+def page_size(runs: list[tuple[int, int, int]]) -> int | None:
     """Return the largest page, of 16 to 1024 rows, at whose borders all requests with keys begin."""
     starts = [start for start, length, _ in runs if length > 0]
     return next((size for size in (1024, 512, 256, 128, 64, 32, 16) if all(s % size == 0 for s in starts)), None)
@@ -598,27 +450,6 @@ def prepare_params(params: LayerParams, *, config: SFAConfig) -> LayerParams:
         "kv_a_proj": prolog.weight_dkv_kr.T,
     }
     return replace(params, prolog=prolog, **views)
-
-
-def _explain_latent_projections(
-    params: LayerParams, x_TD: Tensor, cos: Tensor, sin: Tensor, *, config: SFAConfig
-) -> list[str]:
-    heads, hidden, low_rank = config.num_attention_heads, config.hidden_size, config.q_lora_rank
-    widths = (config.kv_lora_rank, config.qk_rope_head_dim)
-    prolog = params.prolog
-    weights = [] if prolog is None else [prolog.weight_dq, prolog.weight_uk]
-    dtypes = [x.dtype for x in (x_TD, *weights)]
-    return [
-        *_explain_common("latent_projections", x_TD, cos, sin, *weights, params.q_a_proj),
-        *_rule(prolog is not None, "params must come from npu.prepare_params", "params without prolog"),
-        *_rule(set(dtypes) == {torch.bfloat16}, "x and weights must be bfloat16", dtypes),
-        *_rule(hidden in HIDDEN, f"hidden states must be {', '.join(map(str, HIDDEN))} wide", hidden),
-        *_rule(low_rank in (1536, 2048), "low-rank queries must be 1536 or 2048 wide", low_rank),
-        *_rule(widths == (LATENT, ROPE), f"latent and rope must be {LATENT} and {ROPE} wide", widths),
-        *_rule(config.qk_nope_head_dim in (128, 192), "heads must be 128 or 192 wide", config.qk_nope_head_dim),
-        *_rule(heads in HEADS, f"there must be {', '.join(map(str, HEADS))} heads", heads),
-        *_rule(config.rope_pairing == "interleaved", "rope must be interleaved", config.rope_pairing),
-    ]
 
 
 def latent_projections(
@@ -677,30 +508,6 @@ def _interleaved(x: Tensor) -> Tensor:
 
 
 # cache writes --------------------------------------------------------------------------------------------------------
-
-
-def _explain_write_cache(
-    cache: Cache,
-    kv_TE: Tensor,
-    k_TI: Tensor | None,
-    slot_T: Tensor,
-    *,
-    index_slot_T: Tensor | None = None,
-    donate: bool = False,
-) -> list[str]:
-    split = isinstance(cache, SplitCache)
-    pools = [cache.latent, cache.rope] if isinstance(cache, SplitCache) else [cache.kv]
-    index_k = cache.index_k if k_TI is not None else None
-    written = [*pools, *([] if index_k is None else [index_k])]
-    known = _NARROW if split else (*_NARROW, torch.float32)
-    dtypes = [x.dtype for x in (kv_TE, *written)]
-    allowed = ", ".join(str(x).removeprefix("torch.") for x in known)
-    strides = [x.stride() for x in written]
-    return [
-        *_explain_common("write_cache", *written, kv_TE, k_TI, slot_T, index_slot_T),
-        *_rule(set(dtypes) <= set(known) and len(set(dtypes)) == 1, f"rows and pools must be one of {allowed}", dtypes),
-        *_rule(all(x.is_contiguous() for x in written), "pools must be contiguous", strides),
-    ]
 
 
 def write_cache(
@@ -762,87 +569,10 @@ def _scatter(pages: Tensor, rows: Tensor, slot_T: Tensor, donate: bool) -> Tenso
     return pages if donate else written.unflatten(0, pages.shape[:2])
 
 
-# a layer -------------------------------------------------------------------------------------------------------------
-
-
-def explain_layer(
-    params: LayerParams,
-    x_TD: Tensor,
-    batch: Batch,
-    *,
-    config: SFAConfig,
-    cache: Cache | None = None,
-    selection: Tensor | None = None,
-    select: Any = None,
-    num_keys: int | None = None,
-    fused: bool = True,
-    **_: Any,
-) -> list[str]:
-    """Return every reason why a layer can't run through the operators, before anything is computed or written.
-
-    Args:
-        params: the layer's weights.
-        x_TD: hidden states.
-        batch: what each query sees.
-        config: sizes.
-        cache: the pool, if there is one.
-        selection: given positions, if any.
-        select: another way to choose keys, if any.
-        num_keys: rows of keys where there is no pool; None is as many as there are tokens.
-        fused: whether the projections are to be the fused ones.
-
-    Returns:
-        One short sentence per broken rule, each once.
-    """
-    tokens, heads = x_TD.shape[0], config.num_attention_heads
-    k = config.index_topk if selection is None else selection.shape[1]
-    keys = tokens if num_keys is None else num_keys
-
-    def like(*shape: int, dtype: torch.dtype = x_TD.dtype) -> Tensor:
-        return x_TD.new_empty((), dtype=dtype).expand(shape)  # a shape without memory
-
-    position_TK = like(tokens, k, dtype=torch.int32) if selection is None else selection
-    q_THE, kv_TE = like(tokens, heads, config.key_width), like(keys, config.key_width)
-    rows: Rows = kv_TE
-    index_rows = like(keys, config.index_head_dim)
-    reasons = []
-    if torch.is_grad_enabled() and (x_TD.requires_grad or any(w.requires_grad for _, w in named_fields(params))):
-        reasons.append("it gives no gradients: inputs must not require grad")
-    if fused:
-        frequencies = like(tokens, config.qk_rope_head_dim // 2)
-        reasons += _explain_latent_projections(params, x_TD, frequencies, frequencies, config=config)
-    if cache is not None and batch.slot_T is not None:
-        k_TI = None if params.indexer is None else like(keys, config.index_head_dim)
-        reasons += _explain_write_cache(cache, kv_TE, k_TI, batch.slot_T)
-        index_rows = index_rows if cache.index_k is None else cache.index_k.flatten(0, 1)
-        if isinstance(cache, SplitCache):
-            rows = SplitRows(latent_SL=cache.latent.flatten(0, 1), rope_SR=cache.rope.flatten(0, 1))
-        else:
-            rows = cache.kv.flatten(0, 1)
-    if selection is None and select is None:
-        q_TJI = like(tokens, config.index_n_heads, config.index_head_dim)
-        w_TJ = like(tokens, config.index_n_heads, dtype=torch.float32)
-        reasons += _explain_choose_positions(q_TJI, index_rows, w_TJ, batch, k=k)
-    call: dict[str, Any] = {"scale": config.softmax_scale, "value_dim": config.kv_lora_rank}
-    reasons += _explain_attend_positions(q_THE, rows, position_TK, batch, **call)
-    return list(dict.fromkeys(reasons))
-
-
-def _explain_table(batch: Batch) -> list[str]:
-    table_BU = batch.block_table_BU
-    if table_BU is None or batch.row_S is None:
-        return ["a split pool needs a batch with a block table; got none"]
-    size = _block_size(batch)
-    return [
-        *_rule(size % 16 == 0 and 16 <= size <= 1024, "pages must have 16, 32, ... 1024 rows", size),
-        *_rule(table_BU.is_contiguous(), "the block table must be contiguous", table_BU.stride()),
-    ]
-
-
 # small things --------------------------------------------------------------------------------------------------------
 
 
-def _block_size(batch: Batch) -> int:
+def block_size(batch: Batch) -> int:
     table_BU, row_S = batch.block_table_BU, batch.row_S
     return 0 if table_BU is None or row_S is None else row_S.shape[0] // max(1, table_BU.numel())
 

@@ -29,6 +29,7 @@ from sfa_functional import (
     latent_queries,
     local_selection,
     npu,
+    npu_rules,
     rope_cos_sin,
     split_kv_b,
     validate_block_table,
@@ -339,7 +340,7 @@ def _check(
         ranks = cache_split.num_ranks
         require(ranks == comm.size, function, f"cache_split must be for {comm.size} ranks", ranks)
     if implementation == "npu":
-        reasons = npu.explain_layer(
+        reasons = npu_rules.explain_layer(
             params,
             x_tD,
             local,

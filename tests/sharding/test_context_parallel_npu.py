@@ -235,11 +235,12 @@ class _NoWaiting(TorchFunctionMode):
 
 def _paused(function):
     def run(*arguments, **named):
+        before = getattr(_NoWaiting.paused, "on", False)
         _NoWaiting.paused.on = True
         try:
             return function(*arguments, **named)
         finally:
-            _NoWaiting.paused.on = False
+            _NoWaiting.paused.on = before
 
     return run
 
