@@ -332,7 +332,7 @@ def one_batch(given):
     params = learning(given.params)
     count = sum(at is not None for at in given.rows)
     loss = COEFFICIENT * sfa.indexer_loss(params, given.x_TD, given.batch, **given.named).sum() / count
-    return float(loss), indexer_gradients(loss, params), count
+    return loss.item(), indexer_gradients(loss, params), count
 
 
 @stages
@@ -350,7 +350,7 @@ def test_micro_batches_divided_by_all_rows_add_up_to_one_batch(stage):
             named = {"config": CONFIG, "selection": selection, "rope": rope}
             loss = COEFFICIENT * sfa.indexer_loss(params, given.x_TD[index], batch, **named).sum() / count
             loss.backward()  # gradients add up in the leaves, as in a training loop
-            total += float(loss)
+            total += loss.item()
         assert abs(total - want) <= 1e-12 * want
         assert_near({name: getattr(params.indexer, name).grad for name in INDEXER}, gradients)
 
@@ -393,10 +393,10 @@ def test_ranks_that_hold_rows_add_up_to_one_batch(ranks, layout, stage):
     x_MD = split.scatter(given.x_TD, fill=math.nan)
     params = learning(given.params)
     loss = shard_map(outside, mesh, **specs)(params, x_MD)
-    assert abs(float(loss) - want) <= 1e-12 * want
+    assert abs(loss.item() - want) <= 1e-12 * want
     assert_near(indexer_gradients(loss, params), gradients)
     loss, found = shard_map(inside, mesh, **specs)(given.params, x_MD)
-    assert abs(float(loss) - want) <= 1e-12 * want
+    assert abs(loss.item() - want) <= 1e-12 * want
     assert_near(found, gradients)
 
 
@@ -411,7 +411,7 @@ def test_queries_that_look_at_nothing_leave_their_rows_to_another_rank(stage):
         batch = replace(given.batch, end_T=torch.where(mine_T, given.batch.end_T, given.batch.start_T))
         loss = COEFFICIENT * sfa.indexer_loss(params, given.x_TD, batch, **given.named).sum() / count
         loss.backward()
-        total += float(loss)
+        total += loss.item()
     assert abs(total - want) <= 1e-12 * want
     assert_near({name: getattr(params.indexer, name).grad for name in INDEXER}, gradients)
 
