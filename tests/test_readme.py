@@ -28,7 +28,7 @@ def compare(printed, said):
 
 
 def test_every_python_block_is_followed_by_what_it_prints():
-    assert len(BLOCKS) == README.count("```python") == 6
+    assert len(BLOCKS) == README.count("```python") == 7
 
 
 @pytest.mark.parametrize("number", range(len(BLOCKS)))
