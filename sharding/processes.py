@@ -162,6 +162,7 @@ class ProcessTransport:
 
     def start(self, collective: str, x: Tensor, source: int, out: Tensor | None) -> Pending:
         """Start a collective; see `sharding.collectives.Transport`."""
+        there = out is x  # the same object, not the same address: under func.grad tensors are wrapped and have none
         x = x.contiguous()
         group, size = self._group, self._size
         into = None
@@ -177,11 +178,9 @@ class ProcessTransport:
                 gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
                 work = gather(result.view(moved.dtype), moved, group=group, async_op=True)
             case "broadcast":
-                result = x if out is None else out
-                if self._rank == origin and result.data_ptr() != x.data_ptr():
+                result = x.clone() if out is None else out
+                if self._rank == origin and out is not None and not there:
                     result.copy_(x)
-                elif out is None:
-                    result = x.clone()
                 sender = origin if group is None else dist.get_global_rank(group, origin)
                 work = dist.broadcast(result.view(moved.dtype), sender, group=group, async_op=True)
             case "all_to_all":
