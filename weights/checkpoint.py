@@ -176,7 +176,7 @@ def load_layer(
         allowed = ", ".join(str(d) for d in DTYPES.values())
         raise _refusal("load_layer", checkpoint.path, f"dtype must be one of {allowed}", dtype)
     stored = stored_layer(checkpoint, layer, config=config)
-    tensors = {name: torch.empty(tensor.shape, dtype=tensor.dtype) for name, tensor in stored.items()}
+    tensors = {name: torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu") for name, tensor in stored.items()}
     read_stored(stored, tensors)
     return decode_layer(tensors, dtype)
 
@@ -450,7 +450,7 @@ def _layer_keys(function: str, checkpoint: Checkpoint, layer: int, config: SFACo
             factors = _scale_key(key)
             if factors not in checkpoint.tensors:
                 raise _refusal(function, checkpoint.path, f"must hold {factors}, as {key} is fp8", "no such key")
-            want = "F32", _scale_shape(shape)
+            want = "F32", block_counts(shape)
             if checkpoint.tensors[factors] != want:
                 got_dtype, got_shape = checkpoint.tensors[factors]
                 rule = f"{factors} must be F32 {list(want[1])}, one factor per block of {BLOCK}"
@@ -463,7 +463,8 @@ def _scale_key(key: str) -> str:
     return key + SCALE if key.startswith("model.") else key.removesuffix("weight") + "scale"
 
 
-def _scale_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
+def block_counts(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the shape of the factors of a weight, one for each block, the last ones partial."""
     return tuple(-(-count // BLOCK) for count in shape)
 
 

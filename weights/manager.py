@@ -1,6 +1,6 @@
 """A ring of layers as a value: take the next layer, start the fetch of a later one."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -59,12 +59,12 @@ def open_ring(
         The ring, to be closed with `close_ring` (`stream_layers` does it itself).
 
     Raises:
-        ValueError: a prefetch or a number of passes out of range.
+        ValueError: no source, or a prefetch or a number of passes out of range.
 
     Cost: the slots' memory; returns without waiting for the layers.
     Source: the layer-sharded weights of vllm-project/vllm-ascend.
     """
-    require(type(prefetch) is int and prefetch >= 0, "open_ring", "prefetch must be an integer >= 0", repr(prefetch))
+    _require_openable(source, prefetch)
     known = passes is None or (type(passes) is int and passes >= 1)
     require(known, "open_ring", "passes must be an integer >= 1 or None", repr(passes))
     count = len(source.layers)
@@ -85,7 +85,8 @@ def take(ring: Ring, layer: int) -> tuple[LayerParams, Ring]:
 
     Returns:
         ``(params, ring)``. The parameters are views of a slot, valid until the next `take`; later, autograd raises
-        where it still needs them. With ``copy=True`` they stay valid.
+        where it still needs them, in torch's words: "modified by an inplace operation". Then run the layer by
+        `checkpoint_layer`, or open the ring with ``copy=True``: copies stay valid.
 
     Raises:
         ValueError: a ring that was used already or is closed, another layer than the next, one that is past the last
@@ -127,8 +128,8 @@ def start_next(ring: Ring) -> Ring:
 def close_ring(ring: Ring) -> None:
     """Drop reads that have not begun, wait for one that has, stop threads and free the slots.
 
-    May be called twice, and on any value of the ring. Collectives under way are not waited for: after an error of this
-    rank alone, others may never join them.
+    May be called twice, and on any value of the ring; a second call does what one that was interrupted has left.
+    Collectives under way are not waited for: after an error of this rank alone, others may never join them.
     """
     ring.state.close()
 
@@ -145,14 +146,22 @@ def stream_layers(
         debug: fill freed slots with NaN.
         progress: show a bar in the terminal.
 
-    Yields:
-        ``(layer, params)``; the parameters are valid until the next step.
+    Returns:
+        An iterator of ``(layer, params)``; the parameters are valid until the next step.
 
     Raises:
-        ValueError, RuntimeError: as `open_ring` and `take`.
+        ValueError, RuntimeError: as `open_ring`, at the call, and `take`.
 
-    Leaving the loop early, also by an exception, ends threads and pending reads.
+    Leaving the loop early, also by an exception, ends threads and pending reads. Nothing is fetched before the first
+    step.
     """
+    _require_openable(source, prefetch)
+    return _streamed(source, prefetch, copy, debug, progress)
+
+
+def _streamed(
+    source: Source, prefetch: int, copy: bool, debug: bool, progress: bool
+) -> Iterator[tuple[int, LayerParams]]:
     ring = open_ring(source, prefetch=prefetch, copy=copy, debug=debug, passes=1)
     try:
         for layer in _shown(source.layers, progress):
@@ -161,6 +170,12 @@ def stream_layers(
             yield layer, params
     finally:
         close_ring(ring)
+
+
+def _require_openable(source: Source, prefetch: int) -> None:
+    rule = "source must be one that `resident`, `from_checkpoint`, `from_owners` or `from_shards` makes, or alike"
+    require(isinstance(source, Source), "open_ring", rule, f"a {type(source).__name__}")
+    require(type(prefetch) is int and prefetch >= 0, "open_ring", "prefetch must be an integer >= 0", repr(prefetch))
 
 
 def _shown(layers: range, progress: bool) -> Iterator[int]:
@@ -185,7 +200,9 @@ class _State:
         self.fetch = 0  # the next fetch
         self.held: list[int | None] = [None] * len(slots)
         self.pending: dict[int, Fetch | Exception] = {}  # by fetch
-        self.closed = False
+        self.checks: list[Callable[[], object] | None] = [None] * len(slots)  # of what lies in each slot
+        self.closed = False  # from the begin of a close
+        self.ended = False  # with its end
 
     def require_newest(self, ring: Ring, function: str) -> None:
         """Refuse a value that was used already."""
@@ -195,11 +212,11 @@ class _State:
 
     def require_next(self, layer: int) -> None:
         layers = self.source.layers
+        passed = self.last is not None and self.step >= self.last
+        require(not passed, "take", f"all {self.last} layers of the passes were taken", layer)
         require(layer in layers, "take", f"layer must be in {layers.start}..{layers.stop - 1}", layer)
         expected = layers[self.step % len(layers)]
         require(layer == expected, "take", f"layers must be taken in order, {expected} is next", layer)
-        passed = self.last is not None and self.step >= self.last
-        require(not passed, "take", f"all {self.last} layers of the passes were taken", layer)
 
     def start(self) -> None:
         """Start the next fetch, unless its layer lies in its slot already or is past the end."""
@@ -209,7 +226,7 @@ class _State:
         layer, place = self.source.layers[i % len(self.source.layers)], i % len(self.slots)
         if self.held[place] == layer:
             return
-        self.held[place] = layer
+        self.held[place], self.checks[place] = layer, None
         mark_written(self.slots[place])  # from now on the old values are not to be counted on
         try:
             self.pending[i] = self.source.start(layer, self.slots[place])
@@ -225,39 +242,53 @@ class _State:
         while self.fetch <= self.step:
             self.start()
         i, self.step = self.step, self.step + 1
+        place = i % max(len(self.slots), 1)
         if self.debug and self.slots and i > 0:
             freed = (i - 1) % len(self.slots)
             if len(self.slots) < len(self.source.layers) and self.pending.get(i - 1 + len(self.slots)) is None:
                 spoil(self.slots[freed])
                 self.held[freed] = None
+        fetch = self.pending.pop(i, None)
         try:
-            fetch = self.pending.pop(i, None)
             if isinstance(fetch, Exception):
                 raise fetch
             if fetch is not None:
                 fetch.wait()
-                mark_written(self.slots[i % len(self.slots)])
-            views = slot_views(self.slots[i % len(self.slots)], self.source.layout(layer)) if self.slots else {}
+                mark_written(self.slots[place])
+                self.checks[place] = getattr(fetch, "check", None)
+            if self.slots and (check := self.checks[place]) is not None:
+                check()
+            views = slot_views(self.slots[place], self.source.layout(layer)) if self.slots else {}
             params = self.source.params(layer, views)
         except Exception as error:
             self.generation += 1  # no value is left to go on with
             kind = ValueError if isinstance(error, ValueError) else RuntimeError
             raise kind(f"take: layer {layer} could not be fetched: {error}") from error
+        except BaseException:  # interrupted while it waited: what can be ended is for `close` to end
+            if fetch is not None and hasattr(fetch, "cancel"):
+                self.pending[i] = fetch
+            raise
         return tree_map(_clone, params) if self.copy else params
 
     def close(self) -> None:
-        if self.closed:
+        if self.ended:
             return
         self.closed = True
-        fetches = [fetch for fetch in self.pending.values() if not isinstance(fetch, Exception)]
-        cancels = [fetch.cancel for fetch in reversed(fetches) if hasattr(fetch, "cancel")]  # the last before it begins
-        waits = [fetch.wait for fetch in fetches if not hasattr(fetch, "cancel")]
-        for end in (*cancels, *waits):
-            with suppress(Exception):
-                end()
-        self.pending.clear()
-        self.source.close()
-        self.slots.clear()
+        try:  # an interrupt may come while a fetch is waited for
+            for i in sorted(self.pending, reverse=True):  # the last one first, before it begins
+                if (cancel := getattr(self.pending[i], "cancel", None)) is not None:
+                    with suppress(Exception):
+                        cancel()
+                    del self.pending[i]
+            for i in sorted(self.pending):
+                fetch = self.pending.pop(i)
+                if not isinstance(fetch, Exception):
+                    with suppress(Exception):
+                        fetch.wait()
+        finally:
+            self.slots.clear()
+            self.source.close()
+        self.ended = True
 
 
 def _clone(x: Any) -> Any:

@@ -73,14 +73,15 @@ def slot_views(slot: Tensor, layout: Layout) -> dict[str, Tensor]:
 
 
 def make_slots(count: int, num_bytes: int, device: torch.device | str | None = None) -> list[Tensor]:
-    """Allocate the slots of a ring; nothing is allocated after that."""
+    """Allocate the slots of a ring, on the CPU where no device is named; nothing is allocated after that."""
+    device = torch.device("cpu") if device is None else device  # a caller's default device is not asked
     return [torch.empty(num_bytes, dtype=torch.uint8, device=device) for _ in range(count)]
 
 
 def lay_out(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Copy a layer into one piece of memory, where it lies as in a slot, and return it as views of that."""
     layout = layout_of(tensors)
-    device = next((x.device for x in tensors.values()), None)
+    device = next((x.device for x in tensors.values()), "cpu")
     whole = torch.zeros(slot_bytes(layout), dtype=torch.uint8, device=device)
     fill_slot(whole, tensors)
     return slot_views(whole, layout)
@@ -121,6 +122,11 @@ def mark_written(slot: Tensor) -> None:
     """
     if not slot.is_inference():  # those have no version, and no gradients
         increment_version(slot)
+
+
+def version(x: Tensor) -> int | None:
+    """Return how often a tensor's memory was written, by autograd's count; None where it keeps none."""
+    return None if x.is_inference() else x._version
 
 
 def spoil(slot: Tensor) -> None:

@@ -24,13 +24,15 @@ def show_ring(schedule: Sequence[RingStep], *, layer_bytes: int | Mapping[int, i
         A table to print with ``rich.print``, or to end a notebook cell with.
 
     Raises:
-        ValueError: an empty schedule.
+        ValueError: an empty schedule, or no layer's bytes.
     """
     require(len(schedule) > 0, "show_ring", "the schedule must have at least one step", 0)
     slots = 1 + max(max(step.slot, step.fetch_slot or 0) for step in schedule)
     holds = _at_the_start(schedule, slots)
     largest = None
     if layer_bytes is not None:
+        named = isinstance(layer_bytes, int) or len(layer_bytes) > 0
+        require(named, "show_ring", "layer_bytes must be of at least one layer", layer_bytes)
         largest = layer_bytes if isinstance(layer_bytes, int) else max(layer_bytes.values())
     title = f"{slots} slot{'s' if slots > 1 else ''}"
     if largest is not None:

@@ -388,8 +388,10 @@ class TestUsedOnce:
         for step in range(n * passes):
             _, ring = take(ring, step % n)
             ring = start_next(ring)
-        with pytest.raises(ValueError, match=f"^take: all {n * passes} layers of the passes were taken; got 0$"):
-            take(ring, 0)
+        for layer in (0, n - 1, n):
+            rule = f"all {n * passes} layers of the passes were taken; got {layer}"
+            with pytest.raises(ValueError, match=f"^take: {rule}$"):
+                take(ring, layer)
         close_ring(ring)
         assert not source.under_way
 
@@ -399,8 +401,21 @@ class TestUsedOnce:
         source = late(3)
         with pytest.raises(ValueError, match=r"^open_ring: prefetch must be an integer >= 0; got .*$"):
             open_ring(source, prefetch=prefetch)
-        with pytest.raises(ValueError, match="prefetch must be an integer >= 0"):
-            next(stream_layers(source, prefetch=prefetch))
+        with pytest.raises(ValueError, match=r"^open_ring: prefetch must be an integer >= 0; got .*$"):
+            stream_layers(source, prefetch=prefetch)  # here, not in the first step
+        assert source.log == []
+
+    @pytest.mark.parametrize("source", [[factor(1.0)], factor(1.0), Path("model"), None])
+    @pytest.mark.usefixtures("unchecked")
+    def test_what_is_no_source_is_refused_by_its_kind(self, source):
+        rule = f"source must be one that .* makes, or alike; got a {type(source).__name__}"
+        for use in (open_ring, stream_layers):
+            with pytest.raises(ValueError, match=f"^open_ring: {rule}$"):
+                use(source)
+
+    def test_a_stream_that_is_never_stepped_fetches_nothing(self):
+        source = late(3)
+        stream_layers(source)
         assert source.log == []
 
     @pytest.mark.parametrize("passes", [0, -1, 1.0, True])
@@ -564,6 +579,56 @@ class TestClosingEarly:
             assert same(params, layers[layer])
         close_ring(ring)
         opener.join()
+
+    @pytest.mark.parametrize("cancels", [False, True])
+    @pytest.mark.parametrize("interrupted", [1, 2, 3])
+    def test_a_second_close_does_what_an_interrupted_one_has_left(self, monkeypatch, cancels, interrupted):
+        source = late(6)
+        left = [interrupted]
+
+        def end(arrival: Arrival) -> None:
+            source.log.append(("end", arrival.layer))
+            if arrival.layer in left:
+                left.clear()
+                raise KeyboardInterrupt
+            source.under_way.discard(arrival.slot.data_ptr())
+
+        monkeypatch.setattr(Arrival, "cancel" if cancels else "wait", end, raising=False)
+        ring = open_ring(source, prefetch=4)
+        source.log.clear()
+        with pytest.raises(KeyboardInterrupt):
+            close_ring(ring)
+        assert (ring.slots, source.log[-1]) == (0, ("close",))
+        with pytest.raises(ValueError, match="the ring must be open"):
+            take(ring, 0)
+        close_ring(ring)
+        close_ring(ring)
+        ended = [event[1] for event in source.log if event[0] == "end"]
+        again = [interrupted] if cancels else []  # who waits twice, breaks the protocol
+        assert sorted(ended) == sorted([0, 1, 2, 3, *again])
+        assert source.log.count(("close",)) == 2
+
+    @pytest.mark.parametrize("where", ["take", "close_ring"])
+    def test_a_close_after_an_interrupt_ends_the_thread_that_still_read(self, checkpoint, slow_reads, where):
+        path, _ = checkpoint
+        before = threading.enumerate()
+        gate, begun = slow_reads
+        ring = open_ring(from_checkpoint(path, config=CONFIG), prefetch=2)
+        assert wait_for(lambda: len(begun) == 1)
+        reading = ring.state.pending[0]._future
+        result, interrupts = reading.result, iter([True])
+
+        def interrupt_once(*args: Any) -> Any:
+            if next(interrupts, False):
+                raise KeyboardInterrupt
+            return result(*args)
+
+        reading.result = interrupt_once
+        with pytest.raises(KeyboardInterrupt):
+            close_ring(ring) if where == "close_ring" else take(ring, 0)
+        threading.Timer(0.05, gate.set).start()
+        close_ring(ring)
+        assert wait_for(lambda: threading.enumerate() == before)
 
     def test_a_ring_that_was_never_taken_from_can_be_closed(self, checkpoint):
         path, _ = checkpoint

@@ -128,6 +128,12 @@ def test_an_empty_schedule_is_refused_in_one_line():
     assert str(error.value) == "show_ring: the schedule must have at least one step; got 0"
 
 
+def test_the_bytes_of_no_layer_are_refused_in_one_line():
+    with pytest.raises(ValueError) as error:
+        weights.show_ring(weights.ring_schedule(3), layer_bytes={})
+    assert str(error.value) == "show_ring: layer_bytes must be of at least one layer; got {}"
+
+
 def test_a_single_step_is_a_table_of_one_row():
     text = drawn([RingStep(3, 0, 4, 1, 2)])
     assert read_back(text, 2) == [([0, 3, 4, 1, 2], [4], ["<3>", ".4"])]

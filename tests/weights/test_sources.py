@@ -333,6 +333,50 @@ class TestBitEqual:
 
         on_ranks(3, body)
 
+    @pytest.mark.parametrize("fields", [None, LARGE])
+    def test_what_others_hold_of_a_broadcast_field_is_not_used(self, fields):
+        """Neither its values nor its shape: all ranks compute with the owner's, the second time too."""
+        layers = random_layers()
+
+        def body(comm: Any) -> None:
+            wrong = [{name: x + 1 for name, x in tensors.items()} for tensors in layers]
+            for tensors in wrong:
+                tensors["o_proj"] = tensors["o_proj"][:3].clone().requires_grad_()
+            mine = {i: layers[i] if i % comm.size == comm.rank else {**layers[i], **wrong[i]} for i in range(5)}
+            if fields is not None:
+                mine = {i: {**layers[i], **{name: mine[i][name] for name in fields}} for i in range(5)}
+            source = from_owners(comm, mine, fields=fields)
+            assert_passes(source, layers, passes=2)
+            for layer in range(5):
+                assert not any(x.requires_grad for x in source.trained(layer).values())
+                params, further = source.retake(layer, {})
+                assert same(params, layers[layer])
+                assert not further
+
+        on_ranks(3, body)
+
+    def test_func_grad_of_a_rank_s_function_may_open_a_ring(self):
+        """Slots made inside of it are wrapped and have no address."""
+        layers = random_layers(dtype=torch.float64)
+        x = torch.ones(2, CONFIG.hidden_size, dtype=torch.float64)
+        y = leaf = x.clone().requires_grad_()
+        for tensors in layers:
+            y = y @ tensors["q_a_proj"].T @ tensors["q_a_proj"]
+        (want,) = torch.autograd.grad(y.sum(), leaf)
+
+        def body(comm: Any) -> None:
+            apart = from_owners(comm, {i: layers[i] for i in range(comm.rank, 5, comm.size)})
+            for source in (by_owners(comm, layers), apart, by_shards(comm, layers)):
+
+                def total(x: torch.Tensor, source: Any = source) -> torch.Tensor:
+                    for _, params in stream_layers(source, prefetch=9):
+                        x = x @ params.q_a_proj.T @ params.q_a_proj
+                    return x.sum()
+
+                assert torch.equal(torch.func.grad(total)(x), want)
+
+        on_ranks(2, body)
+
     def test_layers_travel_in_inference_mode(self):
         layers = random_layers()
 
@@ -532,6 +576,153 @@ class TestBytes:
             assert sent == [part * (size - 1) for part in parts]
 
 
+class TestOwnersThatChange:
+    """The others have what was sent: an owner that has changed since must not go on as if they had it."""
+
+    @staticmethod
+    def refused(change: Callable[[dict[str, torch.Tensor]], Any], *, prefetch: int, layer: int, laid: bool) -> str:
+        """Change layer 2 of rank 0 after one pass; return how ``layer`` is refused, its first take or the second."""
+        layers = random_layers()
+
+        def body(comm: Any) -> None:
+            kept = owned_layers(layers, comm.rank, 2)
+            if not laid:
+                kept = {i: {name: x.clone() for name, x in tensors.items()} for i, tensors in kept.items()}
+            ring = open_ring(from_owners(comm, kept), prefetch=prefetch, passes=2)
+            for i in range(5):
+                _, ring = take(ring, i)
+                ring = start_next(ring)
+            if comm.rank == 0:
+                change(kept[layer])
+            for i in range(layer + 1):
+                params, ring = take(ring, i)
+                assert same(params, layers[i])
+
+        with pytest.raises(ValueError) as refusal:
+            on_ranks(2, body)
+        (note,) = refusal.value.__notes__
+        assert note.startswith("raised on rank 0 ")
+        return str(refusal.value)
+
+    @pytest.mark.parametrize("laid", [True, False])
+    @pytest.mark.parametrize(("prefetch", "layer"), [(4, 0), (4, 2), (9, 2), (1, 0), (3, 2)])
+    def test_a_layer_in_its_slot_or_on_its_way_fails_the_owner_s_take(self, prefetch, layer, laid):
+        """At prefetch 4 all five layers lie in their slots; else the fetch of the next pass has started."""
+        rule = f"layer {layer} must be as it was sent; to change it, close the ring and open a new one"
+        line = f"take: layer {layer} could not be fetched: from_owners: {rule}; got tensors changed since"
+        add = lambda tensors: tensors["kv_b_proj"].add_(1)  # noqa: E731
+        assert self.refused(add, prefetch=prefetch, layer=layer, laid=laid) == line
+
+    @pytest.mark.parametrize("prefetch", [0, 1, 4])
+    @pytest.mark.parametrize("learned", [True, False])
+    def test_weights_that_are_frozen_or_thawed_fail_the_owner_s_take(self, prefetch, learned):
+        """All ranks have agreed on who sends gradients to whom when the source was made."""
+
+        def body(comm: Any) -> None:
+            layers = [{name: x.requires_grad_(learned) for name, x in t.items()} for t in random_layers()]
+            kept = owned_layers(layers, comm.rank, 2)
+            source = from_owners(comm, kept)
+            ring = open_ring(source, prefetch=prefetch, passes=1)
+            _, ring = take(ring, 0)
+            if comm.rank == 1:
+                kept[1]["o_proj"].requires_grad_(not learned)
+                with pytest.raises(ValueError, match=r"^from_owners: o_proj of layer 1 must"):
+                    source.trained(1)
+            take(ring, 1)
+
+        must = "must require grad" if learned else "must not require grad"
+        rule = f"o_proj of layer 1 {must}, as when the source was made; to switch it, make a new source"
+        line = f"take: layer 1 could not be fetched: from_owners: {rule}; got requires_grad={not learned}"
+        with pytest.raises(ValueError) as refusal:
+            on_ranks(2, body)
+        assert str(refusal.value) == line
+
+    def test_what_each_rank_keeps_may_be_frozen_and_changed(self):
+        layers = random_layers()
+
+        def body(comm: Any) -> None:
+            kept = owned_layers(
+                [{name: x.clone() for name, x in t.items()} for t in layers], comm.rank, 2, fields=LARGE
+            )
+            source = from_owners(comm, kept, fields=LARGE)
+            ring = open_ring(source, prefetch=9)
+            for add in (0, 1):
+                for i in range(5):
+                    params, ring = take(ring, i)
+                    assert torch.equal(params.q_a_proj, layers[i]["q_a_proj"] + add)
+                for tensors in kept.values():
+                    tensors["q_a_proj"].detach().add_(1)
+                    tensors["q_a_proj"].requires_grad_()
+
+        on_ranks(2, body)
+
+
+class TestDevices:
+    """Slots lie where the source says, and None is the CPU, whatever the caller's default device is."""
+
+    def test_a_rank_that_holds_nothing_takes_the_device_that_is_named(self):
+        layers = random_layers()
+
+        def body(comm: Any) -> str:
+            mine = {i: layers[i] for i in range(comm.rank, 5, comm.size)}
+            source = from_owners(comm, mine, device="cpu:0")
+            assert all(same(params, layers[layer]) for layer, params in stream_layers(source))
+            return str(source.device)
+
+        assert on_ranks(7, body) == ["cpu"] * 5 + ["cpu:0"] * 2
+
+    def test_the_default_device_is_not_asked(self, tmp_path):
+        layers = random_layers()
+        params = [params_from_fields(tensors) for tensors in layers]
+        path = write_files(tmp_path / "model", layers)
+
+        def run(comm: Any) -> None:
+            sources = [
+                from_checkpoint(path, config=CONFIG),
+                from_owners(comm, {i: layers[i] for i in range(comm.rank, 5, comm.size)}),
+                from_owners(comm, owned_layers(layers, comm.rank, comm.size, fields=LARGE), fields=LARGE),
+                by_shards(comm, layers),
+                resident(params),
+            ]
+            for source in sources:
+                assert all(same(got, layers[layer]) for layer, got in stream_layers(source))
+                assert all(same(source.retake(layer, {})[0], layers[layer]) for layer in range(5))
+
+        with torch.device("meta"):
+            on_ranks(6, run)  # one of them holds nothing
+            checkpoint = weights.open_checkpoint(path)
+            assert same(weights.load_layer(checkpoint, 3, config=CONFIG), layers[3])
+
+    def test_on_an_accelerator_a_slot_is_refilled_once_the_work_queued_before_is_done(self, tmp_path, monkeypatch):
+        """A stand-in for the accelerator: tensors without memory, and an event that notes who uses it."""
+        log: list[tuple[str, bool]] = []
+        caller = threading.current_thread()
+
+        class Event:
+            def __init__(self, device: torch.device) -> None:
+                assert device.type == "meta"
+
+            def record(self, stream: str) -> None:
+                assert stream == "current"
+                log.append(("record", threading.current_thread() is caller))
+
+            def synchronize(self) -> None:
+                log.append(("synchronize", threading.current_thread() is caller))
+
+        path = write_files(tmp_path / "model", random_layers())
+        source = from_checkpoint(path, config=CONFIG, device="meta")
+        copy = torch.Tensor.copy_
+        note = lambda *args: log.append(("copy", False)) or copy(*args)  # noqa: E731
+        monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+        monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("meta"))
+        monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: "current")
+        monkeypatch.setattr(torch, "Event", Event)
+        monkeypatch.setattr(torch.Tensor, "copy_", note)
+        layers = list(stream_layers(source, prefetch=0))
+        assert {params.o_proj.device.type for _, params in layers} == {"meta"}
+        assert log == [("record", True), ("synchronize", False), ("copy", False)] * 5
+
+
 class TestFailingRanks:
     """An error in a loop over layers on simulated ranks is told as it is, and nothing else with it."""
 
@@ -624,12 +815,40 @@ class TestMisuse:
 
         return self.refusal(size, make)
 
-    @pytest.mark.parametrize("fields", [("q_b",), ("o_proj", "indexer.wq"), ("o_proj_scale_inv",), "o_proj"])
+    @pytest.mark.parametrize("fields", [("q_b",), ("o_proj", "indexer.wq"), ("o_proj_scale_inv",)])
     def test_an_unknown_field(self, fields):
         layers = random_layers()
         line = self.refusal(2, lambda comm: from_owners(comm, dict(enumerate(layers)), fields=fields))
         assert line.startswith("from_owners: a field must be of [")
         assert line.endswith(f"got {next(f for f in fields if f not in HF_NAMES)!r}")
+
+    def test_fields_that_are_one_text(self):
+        """Its letters are no names, and `in` would find parts of it."""
+        layers = random_layers()
+        line = self.refusal(2, lambda comm: from_owners(comm, dict(enumerate(layers)), fields="q_b_proj"))
+        rule = "fields must be a sequence of names, or None; got 'q_b_proj'"
+        assert line == f"from_owners: {rule}"
+        with pytest.raises(ValueError, match=f"^owned_layers: {rule}$"):
+            owned_layers(layers, 0, 2, fields="q_b_proj")
+
+    @pytest.mark.parametrize("make", [by_owners, by_shards])
+    @pytest.mark.parametrize("factors", [(1, 1), (3, 3), (2,), ()])
+    def test_another_number_of_factors_than_blocks(self, make, factors):
+        stored, _ = quantised(random_layers(PARTIAL, torch.bfloat16))
+        stored[1]["o_proj_scale_inv"] = torch.ones(factors)  # o_proj is [160, 160]
+        rule = "o_proj_scale_inv of layer 1 must be [2, 2], one factor per block of 128"
+        name = "from_owners" if make is by_owners else "from_shards"
+        assert self.refusal(2, lambda comm: make(comm, stored)) == f"{name}: {rule}; got {list(factors)}"
+
+    @pytest.mark.parametrize("device", ["nonsense", "cpu:x", 1.5])
+    def test_a_device_that_torch_does_not_know(self, tmp_path, device):
+        layers = random_layers()
+        rule = f"device must be one that torch knows; got {device!r}"
+        path = write_files(tmp_path / "model", layers)
+        with pytest.raises(ValueError, match=f"^from_checkpoint: {rule}$"):
+            from_checkpoint(path, config=CONFIG, device=device)
+        line = self.refusal(1, lambda comm: from_owners(comm, dict(enumerate(layers)), device=device))
+        assert line == f"from_owners: {rule}"
 
     def test_factors_are_no_field(self):
         """They travel with their codes; named alone, nothing would move and nothing would be said."""
@@ -911,7 +1130,9 @@ class TestFiles:
     )
     def test_layers_that_are_no_run_of_the_model_s_are_refused(self, tmp_path, layers):
         path = write_files(tmp_path / "model", random_layers())
-        with pytest.raises(ValueError, match=r"^from_checkpoint: layers must be consecutive, of 0\.\.4; got .*$"):
+        with pytest.raises(
+            ValueError, match=r"^from_checkpoint: layers must be a range of consecutive layers, of 0\.\.4; got .*$"
+        ):
             from_checkpoint(path, config=CONFIG, layers=layers)
 
     @pytest.mark.parametrize("dtype", [torch.int32, torch.float8_e4m3fn, None])
