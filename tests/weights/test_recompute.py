@@ -338,6 +338,55 @@ class TestResults:
         with pytest.raises(ValueError, match=r"^checkpoint_layer: fn must do the same both times; got 3$"):
             results[0].sum().backward()
 
+    @pytest.mark.parametrize(
+        ("second", "got"),
+        [
+            (lambda y: y[:1], r"float64 \[1, 64\]"),
+            (lambda y: y.float(), r"float32 \[13, 64\]"),
+            (lambda y: y.T, r"float64 \[64, 13\]"),
+        ],
+    )
+    def test_results_of_another_shape_or_dtype_the_second_time_are_refused(self, second, got):
+        """A gradient of one row would be spread over the others without a word."""
+        runs = []
+
+        def fickle(params: Any, start: Any, x: torch.Tensor) -> torch.Tensor:
+            runs.append(1)
+            return 2 * x if len(runs) == 1 else second(2 * x)
+
+        x_TD = hidden(torch.float64)
+        y, _ = self.run(fickle, x_TD)
+        rule = rf"fn must do the same both times; got torch\.{got} where it was torch\.float64 \[13, 64\]"
+        with pytest.raises(ValueError, match=f"^checkpoint_layer: {rule}$"):
+            y.sum().backward()
+        assert x_TD.grad is None
+
+    def test_complex_results_keep_their_gradient(self):
+        x_TD = hidden(torch.float64)
+        (y, z), tensors = self.run(
+            lambda params, start, x: (x * params.o_proj.sum(), torch.complex(3 * x, 5 * params.o_proj.sum() * x)), x_TD
+        )
+        assert z.requires_grad
+        (y.sum() + z.real.sum() + z.imag.sum()).backward()
+        factor = tensors["o_proj"].sum().item()
+        assert apart(x_TD.grad, torch.full_like(x_TD, 3 + 6 * factor)) <= 1e-12
+        want = torch.full_like(tensors["o_proj"].detach(), 6 * x_TD.sum().item())
+        assert apart(tensors["o_proj"].grad, want) <= 1e-12
+
+    def test_weights_among_the_results_are_copies_of_what_a_slot_held(self, tmp_path):
+        params = [params_from_fields({name: x.float() for name, x in tensors.items()}) for tensors in GIVEN]
+        weights.save_checkpoint(tmp_path / "model", params, CONFIG)
+        ring, kept = open_ring(from_checkpoint(tmp_path / "model", config=CONFIG), prefetch=0), []
+        for layer in LAYERS:
+            (weight, part), ring = checkpoint_layer(
+                lambda params, start: (params.o_proj, params.kv_b_proj[3]), ring, layer
+            )
+            kept.append((weight, part))
+        close_ring(ring)
+        for layer, (weight, part) in enumerate(kept):
+            assert torch.equal(weight, params[layer].o_proj)
+            assert torch.equal(part, params[layer].kv_b_proj[3])
+
     def test_an_error_in_the_layer_is_told_as_it_is(self):
         def failing(params: Any, start: Any, x: torch.Tensor) -> torch.Tensor:
             raise ZeroDivisionError
@@ -364,6 +413,174 @@ class TestResults:
         (gradient,) = torch.autograd.grad(y.square(), x_TD, create_graph=True)
         with pytest.raises(RuntimeError, match="once_differentiable"):
             gradient.sum().backward()
+
+
+class TestRunTwice:
+    """What a second run could not repeat, or could not differentiate, is refused in one line, never left out."""
+
+    run = staticmethod(TestResults.run)
+
+    @pytest.mark.parametrize("kind", ["a module", "a result of one", "a leaf handed back"])
+    def test_what_learns_and_is_no_input_is_refused(self, kind):
+        """It would get no gradient."""
+        mlp = torch.nn.Linear(64, 64, bias=False).double()
+        made = {
+            "a module": None,
+            "a result of one": mlp(hidden(torch.float64, learns=False)),
+            "a leaf handed back": None,
+        }
+
+        def layer(params: Any, start: Any, x: torch.Tensor) -> Any:
+            y = x * params.o_proj.sum()
+            return (y, mlp.weight) if kind == "a leaf handed back" else mlp(y) if kind == "a module" else y + made[kind]
+
+        x_TD = hidden(torch.float64)
+        results, tensors = self.run(layer, x_TD)
+        y = results[0] if isinstance(results, tuple) else results
+        rule = r"tensors that learn must be inputs of fn, or detached; got one of shape \[64, 64\]"
+        with pytest.raises(ValueError, match=f"^checkpoint_layer: {rule}$"):
+            y.sum().backward()
+        assert (x_TD.grad, tensors["o_proj"].grad) == (None, None)
+
+    def test_what_learns_and_is_no_input_is_refused_at_once_where_nothing_else_learns(self):
+        """There would be no backward pass to say so."""
+        mlp = torch.nn.Linear(64, 64).double()
+        layer = lambda params, start, x: mlp(x * params.o_proj.sum())  # noqa: E731
+        ring = open_ring(resident([params_from_fields(tensors) for tensors in GIVEN]))
+        rule = r"^checkpoint_layer: tensors that learn must be inputs of fn, or detached"
+        with pytest.raises(ValueError, match=rule):
+            checkpoint_layer(layer, ring, 0, hidden(torch.float64, learns=False))
+        with torch.no_grad():
+            y, ring = checkpoint_layer(layer, open_ring(ring.state.source), 0, hidden(torch.float64, learns=False))
+        assert not y.requires_grad
+        close_ring(ring)
+
+    def test_a_module_s_parameters_among_the_inputs_learn(self):
+        mlp, x_TD = torch.nn.Linear(64, 64).double(), hidden(torch.float64)
+        call = lambda params, start, x, given: torch.func.functional_call(mlp, given, (x * params.o_proj.sum(),))  # noqa: E731
+        y, tensors = self.run(call, x_TD, dict(mlp.named_parameters()))
+        y.square().sum().backward()
+        got = mlp.weight.grad, mlp.bias.grad, x_TD.grad, tensors["o_proj"].grad
+        x_TD, (tensors, *_) = hidden(torch.float64), learning(torch.float64)
+        mlp.zero_grad()
+        mlp(x_TD * tensors["o_proj"].sum()).square().sum().backward()
+        for mine, right in zip(got, (mlp.weight.grad, mlp.bias.grad, x_TD.grad, tensors["o_proj"].grad), strict=True):
+            assert apart(mine, right) <= 1e-12
+
+    @pytest.mark.parametrize("what", ["an input that learns", "an input that does not", "a weight"])
+    def test_writing_to_an_input_or_a_weight_is_refused(self, what):
+        """The second run would begin with what the first has left."""
+        x_TD, state = hidden(torch.float64) * 1, torch.zeros(64, dtype=torch.float64)
+
+        def layer(params: Any, start: Any, x: torch.Tensor, states: list[torch.Tensor]) -> torch.Tensor:
+            written = {"an input that learns": x, "an input that does not": states[0], "a weight": params.o_proj}[what]
+            y = (x + states[0]) * params.o_proj.sum()
+            written[:1].add_(1)
+            return y
+
+        shape = {"an input that learns": [13, 64], "an input that does not": [64], "a weight": [64, 160]}[what]
+        rule = "fn must not write to its inputs or parameters, the backward pass runs it again"
+        with pytest.raises(ValueError) as refusal:
+            self.run(layer, x_TD, [state])
+        assert str(refusal.value) == f"checkpoint_layer: {rule}; got one of shape {shape} written to"
+
+    @pytest.mark.parametrize("learns", [False, True])
+    def test_a_cache_may_be_written_to_where_nothing_is_differentiated(self, learns):
+        cache = torch.zeros(13, 64, dtype=torch.float64)
+
+        def layer(params: Any, start: Any, x: torch.Tensor, cache: torch.Tensor) -> torch.Tensor:
+            return cache.add_(x) * params.o_proj.sum()
+
+        with torch.set_grad_enabled(not learns):
+            layers = learning(torch.float64) if learns else GIVEN
+            x_TD = hidden(torch.float64, learns=learns)
+            ring = open_ring(resident([params_from_fields(tensors) for tensors in layers]))
+            y, ring = checkpoint_layer(layer, ring, 0, x_TD, cache)
+        assert torch.equal(cache, x_TD)
+        assert torch.equal(y, x_TD * layers[0]["o_proj"].sum())
+        close_ring(ring)
+
+    @pytest.mark.parametrize("frozen", ["resident", "owners"])
+    def test_a_frozen_weight_changed_before_the_backward_pass_is_found_out(self, frozen):
+        """Autograd does not watch it: it is not saved, but taken again."""
+        layers = [{name: x.clone() for name, x in tensors.items()} for tensors in GIVEN]
+
+        def body(comm: Any, x_TD: torch.Tensor) -> torch.Tensor:
+            if frozen == "resident":
+                ring = open_ring(resident([params_from_fields(tensors) for tensors in layers]))
+            else:
+                ring = open_ring(from_owners(comm["cp"], dict(enumerate(layers))))
+            for layer in LAYERS:
+                x_TD, ring = checkpoint_layer(lambda params, start, x: x * params.o_proj.sum(), ring, layer, x_TD)
+            close_ring(ring)
+            return x_TD
+
+        x_TD = hidden(torch.float64)
+        y_TD = shard_map(body, simulated_mesh(MeshShape(cp=1)), in_specs=(P(),), out_specs=P())(x_TD)
+        layers[1]["o_proj"].mul_(2)
+        rule = "weights of layer 1 must be in the backward pass what they were; got o_proj changed since"
+        with pytest.raises(ValueError, match=f"^checkpoint_layer: {rule}"):
+            loss(y_TD).backward()
+        assert x_TD.grad is None
+
+    def test_dropout_drops_the_same_the_second_time(self):
+        def layer(params: Any, start: Any, x: torch.Tensor) -> torch.Tensor:
+            return torch.nn.functional.dropout(torch.ones_like(x), 0.5) * x * params.o_proj.sum()
+
+        x_TD = hidden(torch.float64)
+        y, tensors = self.run(layer, x_TD)
+        torch.rand(7)
+        before = torch.get_rng_state()
+        y.sum().backward()
+        factor = y.detach() / x_TD.detach()
+        assert 0 < (factor == 0).sum() < factor.numel()
+        assert apart(x_TD.grad, factor) <= 1e-12
+        want = torch.full_like(tensors["o_proj"].detach(), y.sum().item() / tensors["o_proj"].sum().item())
+        assert apart(tensors["o_proj"].grad, want) <= 1e-12
+        assert torch.equal(torch.get_rng_state(), before)  # and others draw as if nothing had been
+
+    def test_other_random_numbers_the_second_time_are_refused(self):
+        def layer(params: Any, start: Any, x: torch.Tensor) -> torch.Tensor:
+            drawn.append(1)
+            return x * torch.rand(len(drawn)).sum()
+
+        drawn: list[int] = []
+        before = torch.get_rng_state()
+        y, _ = self.run(layer, hidden(torch.float64))
+        assert not torch.equal(before, torch.get_rng_state())
+        before = torch.get_rng_state()
+        rule = "fn must draw the same random numbers both times"
+        with pytest.raises(ValueError, match=f"^checkpoint_layer: {rule}; got others"):
+            y.sum().backward()
+        assert torch.equal(before, torch.get_rng_state())
+
+    @pytest.mark.parametrize("drawn_after", [False, True])
+    def test_dropout_on_simulated_ranks_is_right_or_refused(self, drawn_after):
+        """They share one generator; a rank that draws after a collective may find it where others have left it."""
+        found: list[Any] = [None] * 2
+
+        def body(comm: Any) -> None:
+            ranks = comm["cp"]
+
+            def layer(params: Any, start: Any, x: torch.Tensor) -> torch.Tensor:
+                first = torch.nn.functional.dropout(torch.ones_like(x), 0.5)
+                ranks.all_reduce(torch.ones(1))
+                second = torch.nn.functional.dropout(torch.ones_like(x), 0.5) if drawn_after else 1.0
+                return first * second * x * params.o_proj.sum()
+
+            torch.rand(ranks.rank)
+            x = torch.ones(50, dtype=torch.float64, requires_grad=True)
+            y, ring = checkpoint_layer(layer, open_ring(by_owners(ranks, GIVEN), passes=1), 0, x)
+            close_ring(ring)
+            ranks.all_reduce(torch.ones(1))
+            try:
+                y.sum().backward()
+                found[ranks.rank] = apart(x.grad, y.detach())
+            except ValueError as error:
+                found[ranks.rank] = 0.0 if "fn must draw the same random numbers both times" in str(error) else 1.0
+
+        shard_map(body, simulated_mesh(MeshShape(cp=2)), in_specs=(), out_specs=P())()
+        assert max(found) <= 1e-12
 
 
 class TestKept:
