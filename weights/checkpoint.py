@@ -36,10 +36,13 @@ SCALE = "_scale_inv"
 MAX_HEADER = 100_000_000
 """Bytes of the longest header that the safetensors library reads."""
 
+MOST = 2**63 - 1
+"""The largest size or offset: of what torch and files can have."""
+
 CHUNK = 2**24
 """Bytes of one read."""
 
-_KEY = re.compile(r"(?:model\.layers\.(\d+)\.self_attn|layers\.(\d+)\.attn)\.")
+_KEY = re.compile(r"(?:model\.layers\.([0-9]{1,9})\.self_attn|layers\.([0-9]{1,9})\.attn)\.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,7 +108,12 @@ def open_checkpoint(path: str | os.PathLike[str], *, layers: Iterable[int] | Non
     Source: the format section of the safetensors README; Hugging Face transformers 5.24, modeling_utils.py, for the
     order of the names.
     """
+    known = isinstance(path, str | os.PathLike)
+    require(known, "open_checkpoint", "path must be a directory's, a str or os.PathLike", _short(repr(path)))
     directory = Path(path).absolute()
+    named = layers is None or (isinstance(layers, Iterable) and not isinstance(layers, str))
+    if not named:
+        raise _refusal("open_checkpoint", directory, "layers must be a collection of numbers, or None", repr(layers))
     try:
         if not directory.is_dir():
             raise _refusal("open_checkpoint", directory, "must be a directory", _kind(directory))
@@ -299,13 +307,21 @@ def save_checkpoint(path: str | os.PathLike[str], layers: Sequence[LayerParams],
 
 
 def _refusal(function: str, where: object, rule: str, got: object) -> ValueError:
-    line = f"{function}: {where}: {rule}; got {got}"
+    line = f"{function}: {_short(where, 1000)}: {rule}; got {_short(got, 500)}"
     return ValueError(" ".join(line.split()))  # keys, paths and the errors of others may hold line breaks
+
+
+def _short(text: object, most: int = 200) -> str:
+    """Return a text's begin: what stands in a file may be as long as the file."""
+    whole = str(text)
+    return whole if len(whole) <= most else f"{whole[:most]}... of {len(whole)} characters"
 
 
 def _kind(path: Path) -> str:
     if path.is_dir():
         return "a directory"
+    if path.is_symlink() and not path.exists():
+        return f"a link whose target is missing, {_short(repr(os.readlink(path)))}"
     return "a file" if path.exists() else "nothing of that name"
 
 
@@ -334,12 +350,18 @@ class _Twice(Exception):
 def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
-        names = [name for name, _ in pairs]
-        raise _Twice(repr(next(name for name in names if names.count(name) > 1))[:100])
+        seen: set[str] = set()
+        for name, _ in pairs:
+            if name in seen:
+                raise _Twice(_short(repr(name)))
+            seen.add(name)
     return found
 
 
 def _no_weights(directory: Path) -> ValueError:
+    for file in (directory / "model.safetensors", directory / "model.safetensors.index.json"):
+        if file.is_symlink():
+            return _refusal("open_checkpoint", file, "must be a file", _kind(file))
     pickles = sorted(file.name for file in directory.iterdir() if file.suffix in (".bin", ".pt", ".pth"))
     if pickles:
         rule = "weights must be safetensors: reading a pickle can run code that is in it"
@@ -374,7 +396,8 @@ def _read_header(file: Path, opened: IO[bytes] | None = None) -> dict[str, tuple
     last = 0
     for begin, end, key in sorted(ranges):
         if begin != last:
-            raise _refusal("open_checkpoint", file, f"data of {key!r} must begin at byte {last}", begin)
+            rule = f"data of {_short(repr(key))} must begin at byte {last}"
+            raise _refusal("open_checkpoint", file, rule, begin)
         last = end
     if last != size - 8 - length:
         rule = f"must hold the {last} bytes of data that its header names"
@@ -387,17 +410,18 @@ def _read_entry(file: Path, key: str, entry: Any) -> tuple[str, tuple[int, ...],
     found = entry if isinstance(entry, dict) else {}
     dtype, shape, span = (found.get(name) for name in ("dtype", "shape", "data_offsets"))
     if not (isinstance(dtype, str) and _counts(shape) and _counts(span) and len(span) == 2 and span[0] <= span[1]):
-        rule = f"header of {key!r} must give a dtype, a shape and data_offsets [begin, end]"
-        raise _refusal("open_checkpoint", file, rule, repr(entry)[:100])
+        rule = f"header of {_short(repr(key))} must give a dtype, a shape and data_offsets [begin, end]"
+        raise _refusal("open_checkpoint", file, rule, _short(repr(entry)))
     itemsize = 1 if dtype == FP8 else DTYPES[dtype].itemsize if dtype in DTYPES else None
-    if itemsize is not None and span[1] - span[0] != math.prod(shape) * itemsize:
-        rule = f"{key!r} must have {math.prod(shape) * itemsize} bytes, {dtype} {shape}"
+    if itemsize is not None and span[1] - span[0] != (size := math.prod(shape) * itemsize):
+        want = size if size < MOST else f"more than {MOST}"
+        rule = f"{_short(repr(key))} must have {want} bytes, {dtype} {_short(shape)}"
         raise _refusal("open_checkpoint", file, rule, span[1] - span[0])
     return dtype, tuple(shape), (span[0], span[1])
 
 
 def _counts(values: Any) -> TypeGuard[list[int]]:
-    return isinstance(values, list) and all(type(n) is int and n >= 0 for n in values)
+    return isinstance(values, list) and all(type(n) is int and 0 <= n <= MOST for n in values)
 
 
 def _read_index(index: Path, layers: frozenset[int] | None) -> dict[str, tuple[Path, str, tuple[int, ...], int]]:
@@ -407,13 +431,14 @@ def _read_index(index: Path, layers: frozenset[int] | None) -> dict[str, tuple[P
         raise _refusal("open_checkpoint", index, "weight_map must be an object", type(weight_map).__name__)
     for key, name in weight_map.items():
         if not isinstance(name, str):
-            raise _refusal("open_checkpoint", index, f"weight_map of {key!r} must be a file name", repr(name)[:100])
+            rule = f"weight_map of {_short(repr(key))} must be a file name"
+            raise _refusal("open_checkpoint", index, rule, _short(repr(name)))
         _inside(index, name)
     weight_map = {key: name for key, name in weight_map.items() if _is_wanted(key, layers)}
     headers = {name: _read_header(_inside(index, name)) for name in sorted(set(weight_map.values()))}
     for key, name in weight_map.items():
         if key not in headers[name]:
-            rule = f"must hold {key!r}, as the index says"
+            rule = f"must hold {_short(repr(key))}, as the index says"
             raise _refusal("open_checkpoint", index.parent / name, rule, "no such key")
     return {key: (index.parent / name, *headers[name][key]) for key, name in weight_map.items()}
 
@@ -424,16 +449,23 @@ def _inside(index: Path, name: str) -> Path:
     # the Hugging Face cache: <cache>/<repository>/snapshots/<commit> links to blobs, the repository's or the cache's
     around = directory.parents[1:3] if directory.parent.name == "snapshots" else ()
     allowed = [directory, *(parent / "blobs" for parent in around)]
-    plain = "\0" not in name and not Path(name).is_absolute() and ".." not in Path(name).parts
+    plain = _can_be_path(name) and not Path(name).is_absolute() and ".." not in Path(name).parts
     if not plain or not any(Path(os.path.realpath(directory / name)).is_relative_to(root) for root in allowed):
         raise _refusal("open_checkpoint", index, "weight_map must name files inside the directory", repr(name))
     return index.parent / name
 
 
+def _can_be_path(name: str) -> bool:
+    try:
+        return b"\0" not in os.fsencode(name)
+    except UnicodeEncodeError:  # half of a surrogate pair, which JSON can spell
+        return False
+
+
 def _layer_keys(function: str, checkpoint: Checkpoint, layer: int, config: SFAConfig) -> dict[str, str]:
     """Return the key of every field of a layer, once keys, shapes and dtypes are known to be right."""
-    if not 0 <= layer < config.num_layers:
-        raise _refusal(function, checkpoint.path, f"layer must be in 0..{config.num_layers - 1}", layer)
+    if not (type(layer) is int and 0 <= layer < config.num_layers):
+        raise _refusal(function, checkpoint.path, f"layer must be in 0..{config.num_layers - 1}", repr(layer))
     shapes = param_shapes(config, layer=layer)
     spelled = [{field: prefix.format(layer) + names[field] for field in shapes} for prefix, names in LAYOUTS]
     keys = next((keys for keys in spelled if any(key in checkpoint.tensors for key in keys.values())), spelled[0])

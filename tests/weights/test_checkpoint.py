@@ -6,6 +6,7 @@ import mmap
 import os
 import pickle
 import struct
+import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import replace
@@ -701,6 +702,19 @@ def test_a_snapshot_of_the_hugging_face_cache_opens_through_its_links(tmp_path, 
 # what is broken is refused ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("path", [3, None, b"model", ["model"]])
+def test_what_is_no_path_is_refused(path, unchecked):
+    with pytest.raises(ValueError) as error:
+        open_checkpoint(path)
+    assert str(error.value) == f"open_checkpoint: path must be a directory's, a str or os.PathLike; got {path!r}"
+
+
+@pytest.mark.parametrize("layers", [3, "01", 1.0])
+def test_layers_that_are_no_collection_are_refused(tiny, layers, unchecked):
+    parts = "open_checkpoint", tiny, "layers must be a collection of numbers, or None", f"got {layers!r}"
+    assert_refused(lambda: open_checkpoint(tiny, layers=layers), *parts)
+
+
 def test_a_path_that_is_no_directory_is_refused(tmp_path, tiny):
     missing, file = tmp_path / "missing", tiny / "model.safetensors"
     assert_refused(lambda: open_checkpoint(missing), "open_checkpoint", missing, "directory", "nothing of that name")
@@ -762,6 +776,15 @@ def test_a_key_that_stands_twice_is_named_in_one_short_line(tiny):
     assert len(str(error.value)) < 1000
 
 
+def test_a_key_that_stands_twice_is_found_in_one_pass(tiny):
+    """A long file must not keep its reader busy: with a pass per key, this one takes minutes."""
+    names = [f'"{i}": 0' for i in range(50_000)]
+    (tiny / "config.json").write_text(f'{{{", ".join(names)}, "49999": 0}}')
+    begin = time.process_time()
+    assert_refused(lambda: open_checkpoint(tiny), "must hold each key once", "got '49999' twice")
+    assert time.process_time() - begin < 10
+
+
 def test_a_key_in_two_files_belongs_to_the_one_that_the_index_names(sharded):
     first, second = (load_file(sharded / f"model.layers.{i}.safetensors") for i in range(2))
     save_file(first | second, sharded / "model.layers.0.safetensors")
@@ -773,6 +796,28 @@ def test_a_directory_in_place_of_a_file_is_refused(tiny):
     (tiny / "model.safetensors").unlink()
     (tiny / "model.safetensors").mkdir()
     assert_refused(lambda: open_checkpoint(tiny), tiny / "model.safetensors", "must be a file", "a directory")
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "model.safetensors.index.json", "config.json"])
+def test_a_link_without_its_target_is_called_one(tiny, name):
+    (tiny / "model.safetensors").rename(tiny / "other")
+    (tiny / name).unlink(missing_ok=True)
+    (tiny / name).symlink_to("nowhere")
+    got = "got a link whose target is missing, 'nowhere'"
+    assert_refused(lambda: open_checkpoint(tiny), tiny / name, "must be a file", got)
+
+
+def test_a_link_without_its_target_that_an_index_names_is_called_one(sharded):
+    (sharded / "model.layers.1.safetensors").unlink()
+    (sharded / "model.layers.1.safetensors").symlink_to("blob")
+    got = "got a link whose target is missing, 'blob'"
+    assert_refused(lambda: open_checkpoint(sharded), sharded / "model.layers.1.safetensors", "must be a file", got)
+
+
+def test_an_index_counts_beside_a_link_without_its_target(sharded):
+    """As in transformers, which asks whether there is a file."""
+    (sharded / "model.safetensors").symlink_to("nowhere")
+    assert_same(load_layer(open_checkpoint(sharded), 1, config=TINY), random_layers(TINY)[1])
 
 
 def test_a_directory_without_weights_is_refused(tiny):
@@ -829,12 +874,33 @@ def entry(dtype: Any = "F32", shape: Any = (2,), offsets: Any = (0, 8)) -> dict[
         ({"x": entry(), "y": entry(offsets=[12, 20])}, "data of 'y' must begin at byte 8", "got 12"),
         ({"x": entry(), "y": entry(offsets=[8, 16])}, "must hold the 16 bytes of data", "got 8 bytes"),
         ({"a\nb": 3}, r"header of 'a\nb' must give", "got 3"),
+        ({"x": entry(shape=[10**4000, 10**4000])}, "header of 'x' must give", "characters"),
+        ({"x": entry(shape=[2**63])}, "header of 'x' must give", f"[{2**63}]"),
+        ({"x": entry(offsets=[0, 2**63])}, "header of 'x' must give", f"[0, {2**63}]"),
+        ({"x": entry(shape=[2**62] * 300)}, "'x' must have more than 9223372036854775807 bytes", "got 8"),
+        ({"x": entry(shape=[1] * 5000)}, "'x' must have 4 bytes, F32 [1, 1, 1,", "got 8"),
+        ({"k" * 5000: entry(offsets=[4, 12])}, "characters must begin at byte 0", "got 4"),
+        ({"k" * 5000: entry(shape=[3])}, "characters must have 12 bytes", "got 8"),
+        ({"k" * 5000: 3}, "characters must give a dtype", "got 3"),
+        ({"x": {"dtype": "F" * 5000}}, "header of 'x' must give", "characters"),
     ],
+    ids=lambda value: f"{value!s:.40}",
 )
 def test_a_bad_header_is_refused_at_opening(tiny, header, rule, got):
     file = tiny / "model.safetensors"
     write_raw(file, header, b"\0" * 8)
     assert_refused(lambda: open_checkpoint(tiny), file, rule, got)
+    with pytest.raises(ValueError) as error:
+        open_checkpoint(tiny)
+    assert len(str(error.value)) < 1000
+
+
+@pytest.mark.parametrize("number", ["9" * 5000, "9" * 10, "\u0663", "\u00b2"], ids=["long", "ten", "arabic", "square"])
+def test_a_number_that_is_no_layer_s_makes_a_key_of_none(tiny, number):
+    """Such a key is no attention weight of the layers asked for, and no other error either."""
+    write_raw(tiny / "model.safetensors", {f"model.layers.{number}.self_attn.x": entry()}, b"\0" * 8)
+    assert open_checkpoint(tiny, layers=[0, 3]).tensors == {}
+    assert open_checkpoint(tiny).layers == ()
 
 
 @pytest.mark.parametrize("length", [65, 10**8 + 1, 2**63, 2**64 - 1])
@@ -871,10 +937,11 @@ def test_a_bad_index_is_refused(sharded, text, rule, got):
         "{sharded}/model.layers.0.safetensors",
         "x/../model.layers.0.safetensors",
         "a\0",
+        "\ud800.safetensors",
     ],
 )
 def test_an_index_that_points_outside_the_directory_is_refused(sharded, tiny, name):
-    """All but the last name a right file, two of them one inside, in a way that only a plain name should."""
+    """All but the last two name a right file, two of them one inside, in a way that only a plain name should."""
     name = name.format(tiny=tiny, sharded=sharded)
     (sharded / "x").mkdir()
     (sharded / "link").symlink_to(tiny / "model.safetensors")
@@ -959,10 +1026,10 @@ def test_other_stored_dtypes_are_refused_by_name(tmp_path, dtype, name):
         assert_refused(call, *parts)
 
 
-@pytest.mark.parametrize("layer", [-1, 2, 61])
-def test_a_layer_that_does_not_exist_is_refused(tiny, layer):
+@pytest.mark.parametrize("layer", [-1, 2, 61, "0", 0.0, True, None])
+def test_a_layer_that_does_not_exist_is_refused(tiny, layer, unchecked):
     checkpoint = open_checkpoint(tiny)
-    parts = "load_layer", tiny, "layer must be in 0..1", f"got {layer}"
+    parts = "load_layer", tiny, "layer must be in 0..1", f"got {layer!r}"
     assert_refused(lambda: load_layer(checkpoint, layer, config=TINY), *parts)
 
 
