@@ -118,7 +118,9 @@ def mark_written(slot: Tensor) -> None:
     """Tell autograd that a slot was written, after a collective or a file did it behind its back.
 
     Neither leaves a trace in the version counter, so that a backward pass which still needs the old values would take
-    the new ones without a word. With it, the pass raises.
+    the new ones without a word. With it, the pass raises, in torch's words: the operation that saved a weight finds it
+    changed before any node of ours could say whose it was. A node for the weight would come too late, and would make
+    frozen weights cost their gradient; hooks on what is saved would displace the caller's and not work under func.grad.
     """
     if not slot.is_inference():  # those have no version, and no gradients
         increment_version(slot)

@@ -817,6 +817,46 @@ class TestAutograd:
         assert torch.equal(got, want)
 
 
+class TestModel:
+    """The loop that a ring is for: a model's layers with their caches, whose weights come from a file."""
+
+    def test_prefill_and_decode_through_a_ring_are_those_of_resident_layers(self, tmp_path):
+        config = replace(sfa.TINY, indexer_types=("full",) * 4)
+        generator = torch.Generator().manual_seed(4)
+        layers = [
+            sfa.init_params(config, layer=i, generator=generator, dtype=torch.bfloat16)
+            for i in range(config.num_layers)
+        ]
+        path = tmp_path / "model"
+        weights.save_checkpoint(path, layers, config)
+        table = sfa.allocate_blocks([7, 9], 4)
+        x_TD = torch.randn(16, config.hidden_size, generator=generator, dtype=torch.float32).bfloat16()
+
+        def run(taken: Callable[[], Any], *, donate: bool) -> list[torch.Tensor]:
+            """Run a prefill and two decode steps; return each one's result, then all caches."""
+            caches = [
+                sfa.init_cache(config, num_blocks=16, block_size=4, dtype=torch.bfloat16, layer=i)
+                for i in range(config.num_layers)
+            ]
+            results, start = [], 0
+            for new, total in (([5, 7], [5, 7]), ([1, 1], [6, 8]), ([1, 1], [7, 9])):
+                batch = sfa.Batch.from_lengths(new, total, block_table=table, block_size=4)
+                x = x_TD[start : start + sum(new)]
+                for layer, params in taken():
+                    x, _, caches[layer] = sfa.sfa_layer(
+                        params, x, batch, config=config, cache=caches[layer], donate=donate
+                    )
+                results, start = [*results, x], start + sum(new)
+            return [*results, *(x for cache in caches for x in vars(cache).values() if isinstance(x, torch.Tensor))]
+
+        source = from_checkpoint(path, config=config, dtype=torch.bfloat16)
+        got = run(lambda: stream_layers(source, prefetch=2), donate=True)
+        want = run(lambda: enumerate(layers), donate=False)
+        assert len(got) == len(want) >= 3 + config.num_layers
+        assert all(map(torch.equal, got, want))
+        assert all(x.any() for x in got)
+
+
 SIZES = {"wide": (WIDE, torch.float32)} | ({"GLM-5": (GLM_5_LAYERS, torch.bfloat16)} if "SFA_ALL" in os.environ else {})
 
 

@@ -427,7 +427,8 @@ class TestRings:
 
         assert max(on_processes(2, tmp_path, body)) < 10
 
-    def test_fp8_layers_arrive_and_are_multiplied_out(self, tmp_path):
+    @pytest.mark.parametrize("size", SIZES)
+    def test_fp8_layers_arrive_and_are_multiplied_out(self, size, tmp_path):
         layers = random_layers(torch.bfloat16)
         stored, want = [], []
         for tensors in layers:
@@ -443,12 +444,32 @@ class TestRings:
         def body(rank: int) -> list[str]:
             return [
                 f"{name} {layer}"
-                for name, source in make_sources(rank, 2, stored).items()
-                for layer, params in stream_layers(source)
+                for name, source in make_sources(rank, size, stored).items()
+                for prefetch in (0, 1, 4)
+                for layer, params in stream_layers(source, prefetch=prefetch, debug=True)
                 if not same(params, want[layer])
             ]
 
-        assert on_processes(2, tmp_path, body) == [[], []]
+        assert on_processes(size, tmp_path, body) == [[]] * size
+
+    def test_func_grad_of_a_function_that_opens_a_ring(self, tmp_path):
+        """Slots made inside of it are wrapped and have no address."""
+        layers = random_layers(torch.float64)
+        x = y = torch.ones(2, 64, dtype=torch.float64, requires_grad=True)
+        for tensors in layers:
+            y = y @ tensors["o_proj"] @ tensors["o_proj"].T
+        (want,) = torch.autograd.grad(y.sum(), x)
+
+        def body(rank: int) -> list[bool]:
+            def total(x: torch.Tensor, source: Any) -> torch.Tensor:
+                for _, params in stream_layers(source, prefetch=9):
+                    x = x @ params.o_proj @ params.o_proj.T
+                return x.sum()
+
+            sources = make_sources(rank, 2, layers).values()
+            return [torch.equal(torch.func.grad(total)(x.detach(), source), want) for source in sources]
+
+        assert on_processes(2, tmp_path, body) == [[True] * 5] * 2
 
     def test_a_graph_that_needs_a_refilled_slot_raises(self, tmp_path):
         """Gloo writes behind autograd's back."""
