@@ -287,6 +287,7 @@ class _State:
                         fetch.wait()
         finally:
             self.slots.clear()
+            self.checks.clear()
             self.source.close()
         self.ended = True
 

@@ -178,8 +178,8 @@ def from_owners(
             of an fp8 field's factors than it has blocks.
             On the owner alone, in `take` or `checkpoint_layer`: a layer that lies in its slot, or whose fetch is under
             way, and that was changed since the fetch started (a step of an optimizer: open a new ring after it); a
-            broadcast field that requires grad and did not when the source was made, or the reverse. Others then end
-            with their next collective.
+            broadcast field that requires grad and did not when the source was made, or the reverse. Others then fail
+            in their next collective with it.
 
     Gradients: none to what is broadcast; where that requires grad, a backward pass that needs it raises and names
         `checkpoint_layer`.
