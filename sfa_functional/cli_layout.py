@@ -41,7 +41,7 @@ MOST_TOKENS = 2**22
 MOST_RANKS = 1024
 PAGE = 128
 """Rows of a cache's page."""
-ROUNDS = 9
+ROUNDS = 10
 
 
 def add_layout(commands: Any) -> None:

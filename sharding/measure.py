@@ -92,11 +92,7 @@ class Measured(NamedTuple):
     seconds: list[float]  # of each rank
     predicted: list[float]  # of each rank, from its counts and the rates at which all ranks together ran each part
     work: list[float]  # of each rank: its seconds of each part times that part's rate, comparable with operations
-
-    @property
-    def max_over_mean(self) -> float:
-        """Work of the rank that took longest for it, over the mean."""
-        return _over_mean(self.work)
+    max_over_mean: float  # of the work
 
 
 class PartRates(NamedTuple):
@@ -110,7 +106,7 @@ class PartRates(NamedTuple):
 def measure_ranks(
     problems: Mapping[str, Miniature],
     *,
-    repeats: int = 9,
+    repeats: int = 10,
     clock: Callable[[], float] = time.thread_time,
     tick: Callable[[], object] = lambda: None,
 ) -> tuple[dict[str, Measured], PartRates]:
@@ -123,6 +119,7 @@ def measure_ranks(
     A processor that runs products of one part at another rate than those of another shows another imbalance than a
     machine with one rate. So ``work`` weighs each part's seconds by the rate at which all ranks of all layouts ran
     that part: its share of the whole is then that of its operations, and what is measured is who has how much of it.
+    The slowest rank is found in one half of the rounds and timed in the other.
 
     Args:
         problems: by name; `miniature` makes them.
@@ -145,19 +142,43 @@ def measure_ranks(
             tick()
     finally:
         torch.set_num_threads(threads)
-    spent = {key: [_quartile(times) for times in zip(*(one[key] for one in rounds), strict=True)] for key in runs}
+    spent = {key: _typical([one[key] for one in rounds]) for key in runs}
     counted = {key: parts for name, problem in problems.items() for key, parts in _counted(name, problem).items()}
     sums = [[sum(part) for part in zip(*values.values(), strict=True)] for values in (counted, spent)]
     rates = PartRates(*(count / max(seconds, 1e-9) for count, seconds in zip(*sums, strict=True)))
     results = {}
     for name, problem in problems.items():
         keys = [(name, rank) for rank in _ranks(problem)]
-        expected = [[c / r if c else 0.0 for c, r in zip(counted[key], rates, strict=True)] for key in keys]
-        weighed = [[t * r for t, r in zip(spent[key], rates, strict=True)] for key in keys]
-        results[name] = Measured(
-            *([sum(parts) for parts in of] for of in ([spent[k] for k in keys], expected, weighed))
-        )
+        expected = [sum(c / r for c, r in zip(counted[key], rates, strict=True) if c) for key in keys]
+        work = [_weigh(spent[key], rates) for key in keys]
+        halves = [[_weigh(_typical([one[key] for one in half]), rates) for key in keys] for half in _halves(rounds)]
+        results[name] = Measured([sum(spent[key]) for key in keys], expected, work, _slowest_over_mean(*halves))
     return results, rates
+
+
+def _typical(times: Sequence[Sequence[float]]) -> list[float]:
+    """Return the lower quartile of each part over rounds."""
+    return [sorted(part)[len(part) // 4] for part in zip(*times, strict=True)]
+
+
+def _weigh(seconds: Sequence[float], rates: PartRates) -> float:
+    return sum(time * rate for time, rate in zip(seconds, rates, strict=True))
+
+
+def _halves(rounds: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
+    return (rounds[::2], rounds[1::2]) if len(rounds) > 1 else (rounds, rounds)
+
+
+def _slowest_over_mean(one: Sequence[float], other: Sequence[float]) -> float:
+    """Find the slowest rank in one half of the rounds and time it in the other, both ways.
+
+    The largest of sixteen times that are alike but for noise is the noise of one of them; timed again it is like all.
+    """
+    ratios = []
+    for found, timed in ((one, other), (other, one)):
+        slowest = max(range(len(found)), key=found.__getitem__)
+        ratios.append(timed[slowest] * len(timed) / sum(timed) if sum(timed) else 1.0)
+    return sum(ratios) / 2
 
 
 def _ranks(problem: Miniature) -> range:
@@ -247,11 +268,3 @@ class _Arrived:
 
     def wait(self) -> Tensor:
         return self._x
-
-
-def _quartile(values: Sequence[float]) -> float:
-    return sorted(values)[len(values) // 4]
-
-
-def _over_mean(values: Sequence[float]) -> float:
-    return max(values) * len(values) / sum(values) if sum(values) else 1.0

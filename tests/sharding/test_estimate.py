@@ -97,9 +97,17 @@ def test_bytes_of_every_collective_are_those_that_simulated_ranks_send(case):
     assert moved(got, slice(case["layer"], case["layer"] + 1)) == recorded(record, case["ranks"])
 
 
-@pytest.mark.parametrize("prefetch", [0, 1, 3, 9])
-@pytest.mark.parametrize("ranks", [1, 2, 3, 5])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("ranks", "prefetch", "dtype"),
+    [
+        (1, 1, torch.float32),
+        (2, 0, torch.bfloat16),
+        (2, 9, torch.float32),
+        (3, 1, torch.bfloat16),
+        (3, 3, torch.float32),
+        (5, 2, torch.bfloat16),
+    ],
+)
 def test_bytes_of_a_pass_through_a_ring_are_those_that_simulated_ranks_send(ranks, prefetch, dtype):
     config = replace(CONFIG, indexer_types=("full", "shared", "full", "shared"))
     layers = [sfa.init_params(config, layer=i, dtype=dtype) for i in range(4)]
@@ -287,7 +295,7 @@ def plain_attention(q_THE, kv_SE, topk_TK, *, scale, value_dim):
     return z_THK.softmax(-1) @ rows_TKE[..., :value_dim], z_THK.logsumexp(-1)
 
 
-@pytest.mark.parametrize("tile", [1, 2, 3, 16])
+@pytest.mark.parametrize("tile", [2, 16])
 @pytest.mark.parametrize(
     ("name", "layout"), [("ragged", "striped"), ("single", "zigzag"), ("mixed", "balanced"), ("padded", "own")]
 )
