@@ -175,3 +175,16 @@ def test_a_rank_that_went_on_since_it_was_missed_has_not_left():
     with zero.during("test", []):
         assert zero.before(("cp",), "call") == "collective 1 of axis 'cp' in the test"
     assert store.missed
+
+
+def test_who_is_about_to_come_to_the_end_is_waited_for():
+    """It says that it returned before it tells what."""
+    store = dist.HashStore()
+    store.set("1/cp/0/0/1", json.dumps(["begins the test"]))
+    store.set("end//1", json.dumps([1, "returned", "rank 1 returned"]))
+    zero = Agreement(MeshShape(cp=2), 0, store, timeout=10.0, check=True)
+    late = threading.Timer(0.4, lambda: store.set("1/cp/0/1/1", json.dumps(["returns", "one"])))
+    late.start()
+    with zero.during("test", []):
+        assert zero.close("zero") == ["zero", "one"]
+    late.join()

@@ -24,7 +24,7 @@ from tests.weights import test_recompute
 pytestmark = pytest.mark.usefixtures("unchecked")
 
 PLACES = {
-    "collectives": (test_collectives, 4, 12, ["test_sums_of_half_precision_are_rounded_once"]),  # gloo rounds each sum
+    "collectives": (test_collectives, 5, 60, ["test_sums_of_half_precision_are_rounded_once"]),  # gloo rounds each sum
     "shard_map": (
         test_shard_map,
         1,
@@ -38,18 +38,18 @@ PLACES = {
             "test_a_body_may_call_what_is_compiled",
         ],
     ),
-    "context_parallel": (test_context_parallel, 5, 20, ["test_a_callable_replaces_sparse_attention_on_each_rank"]),
-    "tensor_parallel": (test_tensor_parallel, 3, 20, []),
+    "context_parallel": (test_context_parallel, 1, 40, ["test_a_callable_replaces_sparse_attention_on_each_rank"]),
+    "tensor_parallel": (test_tensor_parallel, 1, 40, []),
     "sharded_cache": (
         test_sharded_cache,
-        3,
-        12,
+        1,
+        20,
         ["test_a_selector_gets_every_index_key_and_no_latent_keys", "test_implementations_may_be_named_or_given"],
     ),
     "rings": (
         test_recompute.TestRanks(),
         3,
-        4,
+        8,
         [
             "test_the_owner_gets_the_sum_over_ranks_and_the_others_nothing",
             "test_weights_that_learn_without_checkpoint_layer_raise_though_their_slots_are_whole",
@@ -57,7 +57,10 @@ PLACES = {
         ],
     ),
 }
-"""Where tests are; of how many that name a number of ranks one is run, and of others; and which are about threads."""
+"""Where tests are; of how many that name a number of ranks one is run; of how many others; which are about threads."""
+
+SEEN = ("layout", "weights", "exchange", "fields", "name")
+"""Arguments of which every value counts, in every test that names a number of ranks."""
 
 
 def _asked(arguments: dict[str, object]) -> set[object]:
@@ -70,10 +73,23 @@ def _asked(arguments: dict[str, object]) -> set[object]:
 def sample(place: str, size: int, *, all_of_them: bool = False) -> list[tuple[Callable[..., None], dict[str, Any]]]:
     """List tests that may ask for so many ranks."""
     where, named_step, other_step, without = PLACES[place]
-    tests = [x for x in plain_tests(where, without=without) if not x[1].get("donate")]  # a process sees its own pool
+    tests = [
+        (test, arguments | ({"donate": False} if "donate" in arguments else {}))  # a process sees its own pool only
+        for test, arguments in plain_tests(where, without=without)
+    ]
     named = [x for x in tests if _asked(x[1]) == {size}]
     others = [x for x in tests if not _asked(x[1])]
-    return [*named, *others] if all_of_them else [*named[::named_step], *others[::other_step]]
+    if all_of_them:
+        return [*named, *others]
+    met: set[object] = set()
+    chosen = []
+    for test, arguments in named:
+        case = arguments.get("case", arguments)
+        new = {(test.__name__, key, str(case.get(key))) for key in SEEN} - met
+        if new:
+            chosen.append((test, arguments))
+            met |= new
+    return [*chosen[::named_step], *others[::other_step]]
 
 
 @pytest.mark.parametrize("size", [2, 4])
