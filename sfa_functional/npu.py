@@ -373,9 +373,8 @@ def _packed_key_ends(batch: Batch, num_keys: int) -> Tensor:
     start_B, count_B = batch.key_start_B, batch.query_start_B1.diff()
     whole_B = torch.cat([start_B[1:], start_B.new_full((1,), num_keys)])
     mine_B = (count_B > 0) & (batch.seq_len_B > 0)
-    seen_B = start_B + batch.seq_len_B
-    last = torch.where(mine_B, seen_B, 0).amax()
-    return torch.minimum(torch.where(mine_B, seen_B, whole_B), last)
+    last = torch.where(mine_B, start_B + batch.seq_len_B, 0).amax()
+    return torch.minimum(whole_B, last)
 
 
 def runs_of(start_T: Tensor, end_T: Tensor, num_keys: int) -> list[tuple[int, int, int]]:

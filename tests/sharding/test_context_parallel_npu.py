@@ -2,7 +2,7 @@
 
 import functools
 import threading
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import pytest
 import torch
@@ -12,11 +12,13 @@ from torch.utils._pytree import tree_leaves, tree_map
 import sfa_functional as sfa
 import sharding.context_parallel as code
 from sharding import (
+    CacheSplit,
     MeshShape,
     P,
     TokenSplit,
     context_parallel_layer,
     local_lengths,
+    replicated_block_table,
     shard_map,
     simulated_mesh,
     split_tokens,
@@ -163,6 +165,40 @@ def test_where_every_rank_has_all_tokens_the_batchs_own_lengths_are_passed(ops):
     _assert_equal_to_one_rank(got, params, x_TD, batch, cache)
     lengths = [call["key_lens"].tolist() for name, call in ops.calls if name == "npu_lightning_indexer"]
     assert lengths == [batch.seq_len_B.tolist()] * 2
+
+
+@pytest.mark.parametrize("exchange", ["queries", "blocks"])
+@pytest.mark.parametrize("pool", ["joint", "split"])
+def test_over_a_cache_that_is_dealt_out_prefill_and_decode_equal_one_rank(ops, pool, exchange):
+    """Rows that a rank does not hold are attended to elsewhere, by the flat form, which gives the lse to merge by."""
+    params, lengths = _params(), [[37], [1], [2]]
+    x_TD = torch.randn(40, CONFIG.hidden_size).to(torch.bfloat16)
+    table_BU, cut = torch.tensor([[1, 0]], dtype=torch.int32), CacheSplit(2, BLOCK)
+    pages = {"dtype": torch.bfloat16, "block_size": BLOCK, "layout": pool}
+    cache = sfa.init_cache(CONFIG, num_blocks=4, **pages)  # two pages of latents a rank, four of index keys
+    kind, pools = type(cache), {field.name: getattr(cache, field.name) for field in fields(cache)}
+    specs = {name: P() if name == "index_k" else P("cp") for name in pools}
+    batch, done, parts = None, 0, []
+    for new in lengths:
+        table = {"block_table": replicated_block_table(table_BU, 2), "block_size": BLOCK}
+        batch = sfa.Batch.from_lengths(new, **table) if batch is None else batch.next(new)
+        split = split_tokens(new, 2, layout="contiguous")
+
+        def body(comm, params, x_tD, pools, batch=batch, split=split):
+            named = {"config": CONFIG, "split": split, "cache_split": cut, "cache_exchange": exchange}
+            named |= {"cache": kind(**pools), "implementation": "npu"}
+            out = context_parallel_layer(params, x_tD, batch, comm["cp"], **named)
+            return out.y_TD, out.selection_TK, {name: getattr(out.cache, name) for name in pools}
+
+        mesh = simulated_mesh(MeshShape(cp=2))
+        sharded = shard_map(body, mesh, in_specs=(P(), P("cp"), specs), out_specs=(P("cp"), P("cp"), specs))
+        with torch.no_grad():
+            *rows, pools = sharded(params, split.scatter(x_TD[done : done + new[0]]), pools)
+        parts.append([split.gather(x) for x in rows])
+        done += new[0]
+    y_TD, selection_TK = (torch.cat(part) for part in zip(*parts, strict=True))
+    whole = sfa.Batch.from_lengths([40])
+    _assert_equal_to_one_rank(sfa.LayerOutput(y_TD, selection_TK, None), params, x_TD, whole, None)
 
 
 LAYOUTS = {
