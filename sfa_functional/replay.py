@@ -87,6 +87,9 @@ def record_selections(steps: Iterable[Step]) -> Recording:
 def replay_selection(recording: Recording, layer: int, batch: Batch) -> Int32[Tensor, "T K"]:
     """Return what the tokens of a batch selected when they were recorded, for ``selection=`` of a layer function.
 
+    A request begins at the first key row that any of its tokens in this batch sees: what lies before is padding. Where
+    tokens of one request see different first rows (packed documents in a row), give the request whole.
+
     Args:
         recording: of the requests that the batch goes through, in the same order; of a layer that shares a selection,
             that of the layer it shares with is taken.

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from sfa_functional import DEEPSEEK_NAMES, HF_NAMES, LayerParams, SFAConfig, param_shapes
 from sfa_functional.params import NORM_FIELDS, named_fields, params_from_fields
+from sfa_functional.precision import require
 from sfa_functional.quantize import BLOCK, dequantize_blocks
 
 LAYOUTS = (("model.layers.{}.self_attn.", HF_NAMES), ("layers.{}.attn.", DEEPSEEK_NAMES))
