@@ -6,7 +6,7 @@ from .norm import hadamard, layer_norm, rms_norm
 from .rotary import rope_cos_sin, rotate
 from .latent import latent_keys, latent_output, latent_projections, latent_queries, split_kv_b
 from .indexer import index_keys, index_queries, index_scores, index_weights, lightning_indexer, select_topk
-from .selectors import best_keys, block_topk, random_keys, window
+from .selectors import best_keys, block_topk, quantized_indexer, random_keys, window
 from .implementation import explain_implementation
 from .attention import AttentionOutput, dense_attention, merge_attention, sparse_attention, validate_selection
 from .paged import (
@@ -24,6 +24,8 @@ from .paged import (
 )
 from .batch import Batch, global_selection, local_selection
 from .layer import LayerOutput, sfa_layer
+from .quantize import Quantized, dequantize, quantize_fp8, quantize_index, quantize_int8, quantized_index_scores
+from .packed import cache_bytes, pack_index_pages, pack_rows, unpack_index_pages, unpack_rows
 from .losses import indexer_kl
 from .training import Compared, index_vectors, indexer_loss
 from .replay import Recording, Step, record_selections, replay_selection
@@ -69,6 +71,7 @@ __all__ = [
     "select_topk",
     "best_keys",
     "block_topk",
+    "quantized_indexer",
     "random_keys",
     "window",
     "explain_implementation",
@@ -93,6 +96,17 @@ __all__ = [
     "local_selection",
     "LayerOutput",
     "sfa_layer",
+    "Quantized",
+    "dequantize",
+    "quantize_fp8",
+    "quantize_index",
+    "quantize_int8",
+    "quantized_index_scores",
+    "cache_bytes",
+    "pack_index_pages",
+    "pack_rows",
+    "unpack_index_pages",
+    "unpack_rows",
     "indexer_kl",
     "Compared",
     "index_vectors",

@@ -12,7 +12,16 @@ import sfa_functional as sfa
 CONFIG = replace(sfa.TINY, index_topk=3)
 RANGES = {"start_T": torch.tensor([0, 0, 1, 2, 5, 5]), "end_T": torch.tensor([1, 2, 6, 4, 5, 6])}
 TOPK_TK = torch.tensor([[0, -1], [1, 0], [4, 2], [3, -1], [-1, -1], [5, 9]], dtype=torch.int32)
-TYPES = {"SFAConfig", "Yarn", "LayerParams", "IndexerParams", "AttentionOutput", "LayerOutput", "Difference"} | {
+TYPES = {
+    "SFAConfig",
+    "Yarn",
+    "LayerParams",
+    "IndexerParams",
+    "AttentionOutput",
+    "LayerOutput",
+    "Difference",
+    "Quantized",
+} | {
     "JointCache",
     "SplitCache",
     "SplitRows",
@@ -40,6 +49,7 @@ def _arguments():
     state = {sfa.HF_NAMES[name]: torch.ones(shape) for name, shape in sfa.param_shapes(CONFIG).items()}
     config, attend = {"config": CONFIG}, {"scale": 0.3, "value_dim": 24}
     index = q_TJI, k_SI, w_TJ
+    packed, pages = sfa.pack_rows(kv_SE, value_dim=24, order="ascend"), sfa.pack_index_pages(k_SI[None])
     compared = {"q_TJI": q_TJI, "k_SI": k_SI, "w_TJ": w_TJ, "q_THE": q_THE, "kv_SE": kv_SE} | RANGES
     compared |= {"k": 2, "row_S": None}
 
@@ -86,6 +96,17 @@ def _arguments():
         "global_selection": (sfa.global_selection, (TOPK_TK, batch), {}),
         "local_selection": (sfa.local_selection, (TOPK_TK, batch), {}),
         "sfa_layer": (sfa.sfa_layer, (params, x_TD, paged), config | {"cache": cache}),
+        "quantized_indexer": (selector(sfa.quantized_indexer), ("fp8",), {}),
+        "quantize_fp8": (sfa.quantize_fp8, (k_SI,), {}),
+        "quantize_int8": (sfa.quantize_int8, (k_SI,), {}),
+        "quantize_index": (sfa.quantize_index, (k_SI,), {"dtype": "int8", "hadamard": True}),
+        "dequantize": (sfa.dequantize, (sfa.quantize_int8(k_SI),), {}),
+        "quantized_index_scores": (sfa.quantized_index_scores, (*(sfa.quantize_int8(x) for x in index[:2]), w_TJ), {}),
+        "cache_bytes": (sfa.cache_bytes, (CONFIG,), {"kv": "fp8"}),
+        "pack_rows": (sfa.pack_rows, (kv_SE,), {"value_dim": 24, "order": "ascend"}),
+        "unpack_rows": (sfa.unpack_rows, (packed,), {"value_dim": 24, "rope_dim": 8, "order": "ascend"}),
+        "pack_index_pages": (sfa.pack_index_pages, (k_SI[None],), {}),
+        "unpack_index_pages": (sfa.unpack_index_pages, (pages,), {"block_size": 6, "width": 16}),
         "indexer_kl": (sfa.indexer_kl, (*index, q_THE, kv_SE), RANGES | {"scale": 0.3, "topk_TK": TOPK_TK}),
         "attention_mass": (sfa.attention_mass, (q_THE, kv_SE, TOPK_TK), RANGES | {"scale": 0.3}),
         "difference": (sfa.difference, (k_SI, w_TJ), {}),
