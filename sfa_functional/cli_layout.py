@@ -1,8 +1,10 @@
 """``sfa layout``: what layouts of a batch over ranks cost, side by side, and measured at sizes that fit."""
 
 import argparse
+import ctypes
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
@@ -168,6 +170,7 @@ def _measure(
     estimates: list[Estimate],
     splits: Mapping[str, TokenSplit],
 ) -> Mapping[str, Measured]:
+    _keep_freed_memory()
     small = {name: miniature(config, lengths, split) for name, split in splits.items()}
     columns = TextColumn("measuring"), BarColumn(), TimeRemainingColumn()
     errors = Console(stderr=True)
@@ -176,11 +179,11 @@ def _measure(
         measured, rates = measure_ranks(small, repeats=ROUNDS, tick=lambda: progress.advance(task))
     one = small[estimates[0].layout]
     console.print(
-        "Measured: every rank's part of one layer, rank by rank on one core of this machine",
-        f"1/{one.factor} of every rank's tokens, of k, and of a token's projections: {sum(one.lengths)} tokens",
-        f"projections ran at {_gflops(rates.projections)}, scoring with selection at {_gflops(rates.scoring)}, "
-        f"attention at {_gflops(rates.attention)} GFLOP/s;",
-        "each part's seconds count by its rate, as on a machine with one rate for all",
+        "Measured: one layer of every rank, one after the other, on one core here,",
+        f"with 1/{one.factor} of the tokens, of k and of a token's projections ({sum(one.lengths)} tokens).",
+        f"GFLOP/s: projections {_gflops(rates.projections)}, scoring and selection {_gflops(rates.scoring)}, "
+        f"attention {_gflops(rates.attention)}; a part's",
+        "seconds count by its rate, as on a machine with one rate for all.",
         sep="\n",
         highlight=False,
     )
@@ -201,6 +204,18 @@ def _measure(
         table.add_row(counted.layout, *ratios, f"{max(seen.seconds):.3f}", f"{sum(seen.seconds):.2f}")
     console.print(table, highlight=False)
     return measured
+
+
+def _keep_freed_memory() -> None:
+    """Tell glibc to hand freed memory out again instead of giving it back; elsewhere do nothing.
+
+    At sizes like these, fresh pages were half of the time and half of the noise.
+    """
+    with suppress(OSError, AttributeError, TypeError):
+        mallopt = ctypes.CDLL(None).mallopt
+        mmap_threshold, trim_threshold, top_pad = -3, -1, -2
+        for option, value in ((mmap_threshold, 2**25), (trim_threshold, 2**31 - 1), (top_pad, 2**26)):
+            mallopt(option, value)
 
 
 def _gflops(rate: float) -> str:

@@ -32,7 +32,7 @@ class Resident(NamedTuple):
     weights: int  # of all layers, as the strategy keeps them
     ring: int  # slots through which layers pass
     cache: int  # pages of all layers, a copy on each rank
-    workspace: int  # tensors of the layer that needs most of them
+    workspace: int  # tensors that a layer keeps while it attends
 
     @property
     def total(self) -> int:
@@ -172,8 +172,9 @@ def estimate(
             not whole where heads are split; context without a block size, or a count out of range.
 
     Cost: vector operations on T tokens for every rank.
-    Not counted: norms, rope, softmax, sums of scores over indexer heads (in ``flops``; ``computed`` has them), what
-        `from_owners` tells every rank once, before the first pass, and the backward pass.
+    Not counted: norms, rope, softmax; sums of scores over indexer heads (``computed`` has them); what a function of
+        the layer makes and lets go (a CPU held twice the workspace at its peak); what `weights.from_owners` tells
+        every rank once, before the first pass; the backward pass; caches dealt out over ranks.
     Source: the FLOP model is `layer_flops`; a collective moves what `collective_traffic` says.
     """
     counts = require_lengths("estimate", lengths=lengths)
@@ -367,7 +368,10 @@ def _resident(problem: _Problem, place: int) -> Resident:
 
 
 def _workspace(problem: _Problem) -> int:
-    """Count the bytes of a full layer's tensors while it attends, by name."""
+    """Count the bytes of a full layer's tensors while it attends, by name.
+
+    What its functions make and let go comes on top: on a CPU, in float32, a layer held twice as much at its peak.
+    """
     local, rows, size, item = problem.local, problem.split.rows, problem.ranks, problem.dtype.itemsize
     heads, wide_item = local.num_attention_heads, wide(problem.dtype).itemsize
     values = 2 * rows * local.hidden_size  # x and y

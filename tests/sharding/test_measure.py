@@ -107,7 +107,7 @@ def test_the_slowest_rank_is_not_the_one_that_noise_chose():
         got.append(_slowest_over_mean(one, other))
     assert sum(naive) / 200 > 1.15
     assert sum(got) / 200 == pytest.approx(1, abs=0.01)
-    assert _slowest_over_mean([1, 1, 2.2], [1.1, 1, 2]) == pytest.approx((2 * 3 / 4.1 + 2.2 * 3 / 4.2) / 2)
+    assert _slowest_over_mean([1.0, 1.0, 2.2], [1.1, 1.0, 2.0]) == pytest.approx((2 * 3 / 4.1 + 2.2 * 3 / 4.2) / 2)
 
 
 def test_threads_of_the_caller_and_random_numbers_are_left_alone():
