@@ -43,7 +43,9 @@ class Machine:
         return self.latency + bytes_moved / self.link if bytes_moved else 0.0
 
 
-EXAMPLE_MACHINE = Machine(name="400 TFLOP/s and 100 GB/s a rank, 20 µs a collective", flops=4e14, link=1e11, latency=2e-5)
+EXAMPLE_MACHINE = Machine(
+    name="400 TFLOP/s and 100 GB/s a rank, 20 µs a collective", flops=4e14, link=1e11, latency=2e-5
+)
 """Round numbers of an accelerator with bfloat16 products and a fast link between ranks; nobody's measurement."""
 
 

@@ -1,7 +1,9 @@
 """`sfa layout`: tables, JSON, plot and a layout of one's own; bad input is one line and exit code 2."""
 
 import json
+import re
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -74,6 +76,14 @@ def test_tables_fit_eighty_columns(capsys, monkeypatch, model, lengths):
 def test_the_seconds_are_said_to_be_a_model_and_of_which_machine(capsys):
     run(*TINY)
     assert "seconds are a model: 400 TFLOP/s and 100 GB/s a rank" in capsys.readouterr().out
+
+
+def test_the_readme_shows_what_the_command_prints(capsys):
+    readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+    command, said = re.search(r"```\nsfa layout (.*?)\n```\n\n```\n(.*?)```", readme, re.DOTALL).groups()
+    run(*command.split())
+    printed = capsys.readouterr().out.split("\nThe ranks of")[0]
+    assert [line.rstrip() for line in printed.rstrip().splitlines()] == said.rstrip().splitlines()
 
 
 def test_a_layout_of_ones_own_stands_beside_the_others(tmp_path, capsys):
