@@ -136,7 +136,7 @@ def use_sfa(
             this library can't compute; in the forward: tokens that were not recorded, a cache that keeps no index keys
             (dynamic and static ones made for the model do, quantised ones don't), a mask that is no range per query,
             attention dropout in training, hidden states that are shards (sequence parallelism), or weights that
-            `layer_params` refuses. Nothing is cached then.
+            `layer_params` refuses. The layer at fault caches nothing then.
 
     Gradients: of inputs and weights, as without the library; indexers get none. Activation checkpointing runs a layer
         again in backward. With transformers' own, enabled before the ``with``, ``backward()`` may come after it; with
