@@ -30,7 +30,7 @@ from .losses import indexer_kl
 from .training import Compared, index_vectors, indexer_loss
 from .replay import Recording, Step, record_selections, replay_selection
 from .selection_measures import attention_mass, selection_overlap
-from .selection_stats import SelectionStats, empty_stats, merge_stats, reduce_stats, selection_stats
+from .selection_stats import Scored, SelectionStats, empty_stats, merge_stats, reduce_stats, selection_stats
 from .evaluate import Difference, difference, evaluate_layer
 
 from .hf import layer_params, load_params, use_sfa
@@ -117,6 +117,7 @@ __all__ = [
     "replay_selection",
     "attention_mass",
     "selection_overlap",
+    "Scored",
     "SelectionStats",
     "empty_stats",
     "merge_stats",

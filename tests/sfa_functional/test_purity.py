@@ -21,6 +21,11 @@ TYPES = {
     "LayerOutput",
     "Difference",
     "Quantized",
+    "Compared",
+    "Scored",
+    "SelectionStats",
+    "Recording",
+    "Step",
 } | {
     "JointCache",
     "SplitCache",
@@ -28,8 +33,17 @@ TYPES = {
     "Batch",
 }
 """Classes that are public as containers: to build one is to call nothing."""
-LIVE = {"layer_params", "load_params", "use_sfa"}
-"""Functions of a live transformers model: `tests/peers/test_transformers.py` holds them to the same."""
+LIVE = {
+    "layer_params",
+    "load_params",
+    "use_sfa",
+    "ModelStats",
+    "evaluate_model",
+    "IndexerLosses",
+    "train_indexer",
+    "sfa_callback",
+}
+"""Names for a live transformers model: tests of their own hold them to the same."""
 
 
 def _arguments():
@@ -50,6 +64,8 @@ def _arguments():
     config, attend = {"config": CONFIG}, {"scale": 0.3, "value_dim": 24}
     index = q_TJI, k_SI, w_TJ
     packed, pages = sfa.pack_rows(kv_SE, value_dim=24, order="ascend"), sfa.pack_index_pages(k_SI[None])
+    stats = sfa.selection_stats(q_THE, kv_SE, TOPK_TK, **RANGES, scale=0.3, k=1)
+    step = sfa.Step(1, batch, TOPK_TK.clamp(max=3))
     compared = {"q_TJI": q_TJI, "k_SI": k_SI, "w_TJ": w_TJ, "q_THE": q_THE, "kv_SE": kv_SE} | RANGES
     compared |= {"k": 2, "row_S": None}
 
@@ -110,6 +126,19 @@ def _arguments():
         "indexer_kl": (sfa.indexer_kl, (*index, q_THE, kv_SE), RANGES | {"scale": 0.3, "topk_TK": TOPK_TK}),
         "attention_mass": (sfa.attention_mass, (q_THE, kv_SE, TOPK_TK), RANGES | {"scale": 0.3}),
         "difference": (sfa.difference, (k_SI, w_TJ), {}),
+        "selection_stats": (
+            sfa.selection_stats,
+            (q_THE, kv_SE, TOPK_TK),
+            RANGES | {"scale": 0.3, "k": 1, "scored": sfa.Scored(*index), "rows": 2},
+        ),
+        "empty_stats": (sfa.empty_stats, (), {}),
+        "merge_stats": (sfa.merge_stats, ([stats, stats],), {}),
+        "reduce_stats": (sfa.reduce_stats, (stats, lambda x: 2 * x), {}),
+        "evaluate_layer": (sfa.evaluate_layer, (params, x_TD, batch), config | {"k": 2, "rows": 1}),
+        "index_vectors": (sfa.index_vectors, (params, x_TD, batch), config),
+        "indexer_loss": (sfa.indexer_loss, (params, x_TD, batch), config),
+        "record_selections": (lambda steps: sfa.record_selections(steps).selections, ([step],), {}),
+        "replay_selection": (lambda steps: sfa.replay_selection(sfa.record_selections(steps), 2, batch), ([step],), {}),
         "selection_overlap": (sfa.selection_overlap, (TOPK_TK, TOPK_TK.flip(1)), {}),
     }
 
@@ -138,7 +167,7 @@ def _same(a, b):
 
 
 def _bits(x):
-    return x.contiguous().view(torch.uint8)
+    return x.contiguous().flatten().view(torch.uint8)
 
 
 def test_every_public_function_is_in_the_table():
