@@ -29,7 +29,6 @@ from .cli_layout import add_layout
 from .config import SFAConfig
 from .evaluate_model import evaluate_model
 from .hf import layer_params
-from .selectors import Selector
 from .version import __version__
 from .whole_file import moved_into_place
 
@@ -99,6 +98,8 @@ def _parser() -> argparse.ArgumentParser:
         help="who chooses the keys: indexer, best, window, random, block:N, untrained, or module:function for your own "
         "selector; default: the indexer at every k, best, window and random at one",
     )
+    run.add_argument("--index-dtype", choices=report.EIGHT_BITS, help="also with index queries and keys of eight bits")
+    run.add_argument("--kv-dtype", choices=report.EIGHT_BITS, help="also with latent keys through packed rows")
     run.add_argument("--rows", type=int, metavar="N", help="measure N queries per layer and batch instead of all")
     run.add_argument("--plot", type=Path, metavar="OUT.png", help="also draw mass, recall and perplexity over k")
     run.set_defaults(run=evaluate_checkpoint)
@@ -119,15 +120,20 @@ def evaluate_checkpoint(args: argparse.Namespace) -> None:
     _require(2 <= context <= longest, "--context", f"must be in 2..{longest}, the model's most", context)
     topks = list(dict.fromkeys(args.topk or [max(1, context // part) for part in (16, 8, 4)]))
     _require(args.rows is None or args.rows >= 1, "--rows", "must be >= 1", args.rows)
-    names = report.names_at(topks, args.select, untrained=args.untrained, usual=config.index_topk)
-    selectors = {name: report.named_selector(name, config) for some in names.values() for name in some}
+    names = report.names_at(
+        topks,
+        args.select,
+        usual=config.index_topk,
+        index_dtype=args.index_dtype,
+        kv_dtype=args.kv_dtype,
+        untrained=args.untrained,
+    )
+    runs = {name: report.named_run(name, config) for some in names.values() for name in some}
     with moved_into_place("--json", args.json) as out, moved_into_place("--plot", args.plot) as picture:
         ids = _read_tokens(checkpoint, args.text)
         model = _load_model(checkpoint, DTYPES[args.dtype])
         try:
-            result = _measure(
-                model, ids, config=config, context=context, names=names, selectors=selectors, rows=args.rows
-            )
+            result = _measure(model, ids, config=config, context=context, names=names, runs=runs, rows=args.rows)
         except RuntimeError as error:  # whatever torch can't do with this model
             raise ValueError(f"{checkpoint.path}: the model can't be run in {args.dtype}: {error}") from error
         perplexities = [result["perplexity_dense"]]
@@ -151,7 +157,7 @@ def _measure(
     config: SFAConfig,
     context: int,
     names: dict[int, list[str]],
-    selectors: dict[str, Selector | None],
+    runs: dict[str, report.Run],
     rows: int | None,
 ) -> dict[str, Any]:
     windows = measure.token_windows(ids, context)
@@ -164,27 +170,29 @@ def _measure(
         task = progress.add_task("dense", total=steps)
         tick: Callable[[], None] = lambda: progress.advance(task)  # noqa: E731
         dense = measure.dense_perplexity(model, windows, config=config, tick=tick)
-        runs: dict[str, dict[str, Any]] = {}
+        found: dict[str, dict[str, Any]] = {}
         pairs = []
         for k, some in names.items():
             within = min(k, context)  # more keys than there are tokens are no other computation
-            runs[str(k)] = {}
+            found[str(k)] = {}
             for name in some:
                 progress.update(task, description=f"top-{k}, {name}"[:28])
                 stats = evaluate_model(
                     model,
                     _ticking(windows, tick),
-                    select=selectors[name],
+                    select=runs[name].select,
+                    other=runs[name].other,
+                    implementation=runs[name].implementation,
                     topk=within,
                     rows=rows,
                     config=config,
                     params_of=fresh if name == report.UNTRAINED else layer_params,
                 )
-                runs[str(k)][name] = report.shares(stats)
+                found[str(k)][name] = report.shares(stats)
             progress.update(task, description=f"top-{k}, transformers")
             pairs.append(measure.parity(model, compared, k=within, tick=tick))
     pooled = measure.combine(pairs)
-    trained, untrained = (_by_name(runs, name) for name in (report.INDEXER, report.UNTRAINED))
+    trained, untrained = (_by_name(found, name) for name in (report.INDEXER, report.UNTRAINED))
     return {
         "context": context,
         "tokens": sum(w.numel() for w in windows),
@@ -194,7 +202,7 @@ def _measure(
         "perplexity_untrained_at_k": {k: run["perplexity"] for k, run in untrained.items()},
         "layers": {k: run["layers"] for k, run in trained.items()},
         "layers_untrained": {k: run["layers"] for k, run in untrained.items()},
-        "selectors": runs,
+        "selectors": found,
         "parity": {
             "max_rel": pooled.max_rel,
             "logits_max_rel": pooled.logits_max_rel,
@@ -211,8 +219,8 @@ def _ticking(windows: Sequence[Tensor], tick: Callable[[], None]) -> Iterator[Te
         tick()
 
 
-def _by_name(runs: dict[str, dict[str, Any]], name: str) -> dict[str, Any]:
-    return {k: by_name[name] for k, by_name in runs.items() if name in by_name}
+def _by_name(found: dict[str, dict[str, Any]], name: str) -> dict[str, Any]:
+    return {k: by_name[name] for k, by_name in found.items() if name in by_name}
 
 
 def _tables(result: dict[str, Any]) -> list[tuple[str, Table]]:

@@ -5,7 +5,7 @@ import math
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from rich import box
@@ -13,43 +13,69 @@ from rich.table import Table
 
 from .config import SFAConfig
 from .evaluate_model import ModelStats
+from .implementation import Implementation
+from .packed import packed_attention
 from .precision import require
-from .selectors import Selector, best_keys, block_topk, random_keys, window
+from .selectors import Selector, best_keys, block_topk, quantized_indexer, random_keys, window
 
 INDEXER, UNTRAINED = "indexer", "untrained"
 """Names of what is no selector of its own: the model's indexers, and fresh ones in their place."""
 BESIDE = ("best", "window", "random")
 """What `sfa eval` compares the indexer with, at one k, where nothing else is asked for."""
-COLUMNS = ("mass", "best_mass", "recall", "kl")
+EIGHT_BITS = ("fp8", "int8")
+COLUMNS = ("mass", "best_mass", "recall", "kl", "overlap")
 
 
-def names_at(topks: list[int], asked: list[str] | None, *, untrained: bool, usual: int) -> dict[int, list[str]]:
+class Run(NamedTuple):
+    """What one row of the report runs."""
+
+    select: Selector | None = None
+    other: Selector | None = None  # for the overlap
+    implementation: Implementation = None
+
+
+def names_at(
+    topks: list[int],
+    asked: list[str] | None,
+    *,
+    usual: int,
+    index_dtype: str | None,
+    kv_dtype: str | None,
+    untrained: bool,
+) -> dict[int, list[str]]:
     """Say which selectors are run at which k, in the order shown.
 
     Args:
         topks: numbers of keys.
         asked: names that are run at every k; None is the indexer everywhere, and `BESIDE` at one k.
-        untrained: add fresh indexers everywhere.
         usual: the k for `BESIDE`, if it is among them; else the middle one.
+        index_dtype: add the indexer on keys of eight bits everywhere, as they are and rotated.
+        kv_dtype: add attention to packed latent keys of eight bits everywhere.
+        untrained: add fresh indexers everywhere.
     """
+    added = [f"indexer:{index_dtype}", f"hadamard:{index_dtype}"] if index_dtype else []
+    added += [f"kv:{kv_dtype}"] if kv_dtype else []
+    added += [UNTRAINED] if untrained else []
     one = usual if usual in topks else sorted(topks)[len(topks) // 2]
     names = {}
     for k in topks:
         some = [INDEXER, *(BESIDE if k == one else ())] if asked is None else asked
-        names[k] = list(dict.fromkeys([*some, *([UNTRAINED] if untrained else [])]))
+        names[k] = list(dict.fromkeys([*some, *added]))
     return names
 
 
-def named_selector(name: str, config: SFAConfig) -> Selector | None:
-    """Return the selector of a name; None for the lightning indexer.
+def named_run(name: str, config: SFAConfig) -> Run:
+    """Return what is run under a name.
 
     Args:
-        name: ``indexer``, ``untrained``, ``best``, ``window``, ``random``, ``block:N`` (blocks of N keys), or
-            ``module:function`` for a selector of the user's own, imported from the working directory or the path.
+        name: ``indexer``, ``untrained``, ``best``, ``window``, ``random``, ``block:N`` (blocks of N keys),
+            ``indexer:fp8`` or ``indexer:int8`` (index queries and keys of eight bits), ``hadamard:fp8`` or
+            ``hadamard:int8`` (the same, rotated first), ``kv:fp8`` or ``kv:int8`` (latent keys through the packed row),
+            or ``module:function`` for a selector of the user's own, imported from the working directory or the path.
         config: gives `best_keys` the softmax's scale.
 
     Returns:
-        A selector; `random_keys` with seed 0.
+        `Run`; `random_keys` with seed 0.
 
     Raises:
         ValueError: an unknown name, or a function that can't be imported.
@@ -57,20 +83,26 @@ def named_selector(name: str, config: SFAConfig) -> Selector | None:
     head, _, rest = name.partition(":")
     match head:
         case "indexer" | "untrained" if not rest:
-            return None
+            return Run()
         case "best" if not rest:
-            return best_keys(config.softmax_scale)
+            return Run(best_keys(config.softmax_scale))
         case "window" if not rest:
-            return window
+            return Run(window)
         case "random" if not rest:
-            return random_keys(torch.Generator().manual_seed(0))
+            return Run(random_keys(torch.Generator().manual_seed(0)))
         case "block":
             known = rest.isascii() and rest.isdigit() and int(rest[:9]) >= 1
             require(known, "--select", "a block must have its number of keys, as in block:16", name)
-            return block_topk(int(rest))
+            return Run(block_topk(int(rest)))
+        case "indexer" | "hadamard" | "kv":
+            require(rest in EIGHT_BITS, "--select", f"must be {head}:fp8 or {head}:int8", name)
+            code: Any = rest
+            if head == "kv":
+                return Run(implementation=packed_attention(dtype=code))
+            return Run(quantized_indexer(code, hadamard=head == "hadamard"), other=block_topk(1))
     rule = "must be indexer, best, window, random, untrained, block:N or module:function"
     require(bool(rest), "--select", rule, name)
-    return _imported(name, head, rest)
+    return Run(_imported(name, head, rest))
 
 
 def _imported(name: str, module: str, function: str) -> Selector:
@@ -103,7 +135,7 @@ def _metrics(mean: Any) -> dict[str, float]:
     found = {}
     for metric in COLUMNS:
         value, error = mean(metric)
-        if math.isnan(value) and metric != "kl":
+        if math.isnan(value) and metric not in ("kl", "overlap"):
             value, error = 1.0, 0.0
         if not math.isnan(value):
             found[metric] = value
@@ -121,13 +153,17 @@ def selector_tables(selectors: Mapping[str, Mapping[str, Any]], dense: float) ->
     """
     tables = []
     for k, runs in selectors.items():
-        table = plain_table("keys chosen by", "perplexity", "over dense", "mass kept", "recall", "KL")
-        table.add_row("all (dense)", f"{dense:.3f}", "", "1.0000", "", "")
+        rounded = any("overlap" in run for run in runs.values())
+        headings = "keys chosen by", "perplexity", "vs dense", "mass", "recall", "KL"
+        table = plain_table(*headings, *(["overlap"] if rounded else []))
+        table.add_row("all (dense)", f"{dense:.3f}", "", "1.0000", "", "", *([""] if rounded else []))
         for name, run in runs.items():
             kl = f"{run['kl']:.4f}" if "kl" in run and name in (INDEXER, UNTRAINED) else ""
             over = f"{run['perplexity'] / dense - 1:+.2%}"
-            numbers = f"{run['perplexity']:.3f}", over, f"{run['mass']:.4f}", f"{run['recall']:.4f}", kl
-            table.add_row(name if len(name) <= 20 else f"…{name[-19:]}", *numbers)
+            numbers = [f"{run['perplexity']:.3f}", over, f"{run['mass']:.4f}", f"{run['recall']:.4f}", kl]
+            if rounded:
+                numbers.append(f"{run['overlap']:.4f}" if "overlap" in run else "")
+            table.add_row(name if len(name) <= 15 else f"…{name[-14:]}", *numbers)
         tables.append((f"k = {k}", table))
     return tables
 

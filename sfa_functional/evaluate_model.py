@@ -17,6 +17,7 @@ from .batch import Batch
 from .config import SFAConfig
 from .evaluate import evaluate_layer
 from .hf import attention_modules, layer_params, module_config, replace_attention
+from .implementation import Implementation
 from .layer import LayerOutput, sfa_layer
 from .params import LayerParams
 from .precision import require, wide
@@ -74,6 +75,7 @@ def evaluate_model(
     reduce: Reduce | None = None,
     config: SFAConfig | None = None,
     params_of: Callable[[nn.Module], LayerParams] = layer_params,
+    implementation: Implementation = None,
 ) -> ModelStats:
     """Run a model over token batches with k keys per query, and measure its loss and its selections.
 
@@ -95,6 +97,7 @@ def evaluate_model(
             numbers of all.
         config: sizes and constants of attention to use instead of the live model's (`module_config`).
         params_of: gives a module's weights, where they are to be others than its own.
+        implementation: of the layers that run; measuring is not affected.
 
     Returns:
         `ModelStats`.
@@ -123,7 +126,16 @@ def evaluate_model(
     ) -> LayerOutput:
         params, layer = params_of(module), number[id(module)]
         how = select if selection is None else None
-        output = sfa_layer(params, x_TD, batch, config=config, selection=selection, select=how, rope=rope)
+        output = sfa_layer(
+            params,
+            x_TD,
+            batch,
+            config=config,
+            selection=selection,
+            select=how,
+            rope=rope,
+            implementation=implementation,
+        )
         if layer in measured:
             found[layer] = evaluate_layer(
                 params,

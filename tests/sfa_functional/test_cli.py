@@ -144,9 +144,27 @@ def test_a_picture_can_be_drawn_of_one_k_and_without_the_indexer(deepseek, text,
     assert (tmp_path / "out.png").stat().st_size > 10_000
 
 
+def test_eight_bits_stand_beside_what_they_round(deepseek, text, tmp_path, capsys):
+    """Almost the same keys, a perplexity that moves a little; the table still fits."""
+    out = tmp_path / "out.json"
+    options = "--context", 60, "--topk", 8, "--json", out, "--index-dtype", "int8", "--kv-dtype", "fp8"
+    run(deepseek, "--text", text, *options, "--select", "indexer", "sfa_functional.selectors:window")
+    runs = json.loads(out.read_text())["selectors"]["8"]
+    names = ["indexer", "sfa_functional.selectors:window", "indexer:int8", "hadamard:int8", "kv:fp8"]
+    assert list(runs) == names
+    for name in ("indexer:int8", "hadamard:int8"):
+        assert 0.8 < runs[name]["overlap"] < 1
+    assert "overlap" not in runs["kv:fp8"]
+    assert runs["kv:fp8"]["layers"][0] == runs["indexer"]["layers"][0]  # what it sees is still exact
+    assert 0 < abs(runs["kv:fp8"]["perplexity"] / runs["indexer"]["perplexity"] - 1) < 0.1
+    assert max(map(len, capsys.readouterr().out.splitlines())) <= 80
+
+
 @pytest.mark.parametrize(
     ("name", "words"),
     [
+        ("indexer:fp4", "must be indexer:fp8 or indexer:int8; got indexer:fp4"),
+        ("kv:", "must be kv:fp8 or kv:int8; got kv:"),
         ("nobody", "must be indexer, best, window, random, untrained, block:N or module:function; got nobody"),
         ("best:3", "must be importable"),
         ("block:0", "a block must have its number of keys"),
