@@ -42,8 +42,8 @@ def sparse_attention(
             twice counts twice: `validate_selection` finds those.
         scale: of the logits; ``config.softmax_scale``, never derived from a width.
         value_dim: how many leading columns of a row are its value (L).
-        implementation: "blockwise" gathers tiles of rows, "reference" is the oracle, "npu" is Ascend's operator; None
-            chooses for the device. A callable has the reference's signature.
+        implementation: "blockwise" gathers tiles of rows, "reference" is the oracle, "npu" is Ascend's operator,
+            without gradients; None chooses for the device. A callable has the reference's signature.
 
     Returns:
         `AttentionOutput`: out in q's dtype; lse float32 (float64 for float64 q). A query without keys has out 0

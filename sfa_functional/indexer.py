@@ -221,8 +221,9 @@ def lightning_indexer(
     _check_ranges("lightning_indexer", q_TJI.shape[0], k, start_T, end_T)
     if row_S is not None:
         require_integers("lightning_indexer", row_S.numel(), row_S=row_S)
+    chosen = choose("lightning_indexer", implementation, q_TJI, k_SI, w_TJ, start_T, end_T, k=k, row_S=row_S)
     q_TJI, k_SI, w_TJ = q_TJI.detach(), k_SI.detach(), w_TJ.detach()
-    match choose("lightning_indexer", implementation, q_TJI, k_SI, w_TJ, start_T, end_T, k=k, row_S=row_S):
+    match chosen:
         case "blockwise":
             with without_autocast(q_TJI):
                 return blockwise.lightning_indexer(q_TJI, k_SI, w_TJ, start_T, end_T, k=k, row_S=row_S)

@@ -127,7 +127,7 @@ def sparse_attention(
     Returns:
         ``(out_THL, lse_TH)``, lse float32.
 
-    Gradients: none; `explain` refuses inputs that require grad.
+    Gradients: none; `npu_rules` refuses inputs that require grad.
     Source: Ascend op-plugin, npu_sparse_flash_attention.
     """
     tokens, heads, _ = q_THE.shape
@@ -251,7 +251,7 @@ def lightning_indexer(
 
     Rows with one start whose ends grow by one are a request. Where the requests' keys follow each other without a gap
     they are passed flat, else as pages of a size that divides every start (a copy, if the last one is not full). Reads
-    the ranges on the host: one transfer of 2·T integers. A layer has the requests already (`choose_positions`).
+    the ranges on the host, 2·T integers, as the check before does. A layer knows its requests (`choose_positions`).
 
     Args:
         q_TJI: indexer queries.

@@ -28,7 +28,7 @@ _NARROW = (torch.bfloat16, torch.float16)
 def explain(function: str | None, *arguments: Any, **named: Any) -> list[str]:
     """Return every reason why a call can't go to the operators; looks at shapes, dtypes, devices and plain values.
 
-    Only the flat `lightning_indexer` also reads its ranges, which waits for the device once.
+    Only for the flat `lightning_indexer` it also reads the ranges, which waits for the device.
 
     Args:
         function: a name of `npu.OPERATORS`, "sfa_layer", or None for the operators alone.
@@ -242,7 +242,7 @@ def explain_layer(
 
 def _explain_index(function: str, q_TJI: Tensor, k_SI: Tensor, w_TJ: Tensor, *vectors: Tensor, k: int) -> list[str]:
     heads, width = q_TJI.shape[1:]
-    count = 1 <= k <= 2048 or (k <= 8192 and k % 1024 == 0)
+    count = 1 <= k <= 2048 or (3072 <= k <= 8192 and k % 1024 == 0)
     return [
         *_explain_common(function, q_TJI, k_SI, w_TJ, *vectors),
         *_narrow(q=q_TJI, k=k_SI),

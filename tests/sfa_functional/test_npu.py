@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 import sfa_functional as sfa
 from sfa_functional import npu
+from sfa_functional.params import named_fields
 from tests.sfa_functional.npu_standins import SCHEMAS, Broken, StandIns, registered
 
 V32 = replace(sfa.DEEPSEEK_V32, hidden_size=1024, num_attention_heads=8, index_n_heads=16, index_topk=8)
@@ -213,6 +214,7 @@ def test_weights_are_laid_out_once_and_held_once(ops):
     for name in ("q_a_proj", "q_b_proj", "kv_a_proj", "kv_b_proj", "o_proj"):
         assert torch.equal(getattr(prepared, name), getattr(params, name))
     assert prepared.q_b_proj.data_ptr() == prepared.prolog.weight_uq_qr.data_ptr()
+    assert [name for name, _ in named_fields(prepared)] == [name for name, _ in named_fields(params)]
     rope = sfa.rope_cos_sin(torch.arange(5), CONFIG)
     for _ in range(3):
         sfa.latent_projections(prepared, x_TD, *rope, config=CONFIG, implementation="npu")
@@ -492,6 +494,7 @@ REFUSALS = {
         ["there must be 8, 16, 24, 32, 64 index heads; got 12"],
     ),
     "k 2049": (sfa.lightning_indexer, _index_call(k=2049), ["k must be in 1..2048 or 3072, 4096, ... 8192; got 2049"]),
+    "k 2560": (sfa.lightning_indexer, _index_call(k=2560), ["k must be in 1..2048 or 3072, 4096, ... 8192; got 2560"]),
     "k 9216": (sfa.lightning_indexer, _index_call(k=9216), ["k must be in 1..2048 or 3072, 4096, ... 8192; got 9216"]),
     "index pool": (
         sfa.lightning_indexer,
@@ -596,12 +599,12 @@ def test_inputs_that_require_grad_are_refused(ops, which):
         arguments = [x.clone().requires_grad_() if i == which else x for i, x in enumerate(arguments)]
         reasons = sfa.explain_implementation("npu", function, *arguments, **named)
         assert reasons == ["it gives no gradients: inputs must not require grad"]
+        with pytest.raises(ValueError, match=r"it gives no gradients: inputs must not require grad$"):
+            function(*arguments, implementation="npu", **named)
         with torch.no_grad():
             assert sfa.explain_implementation("npu", function, *arguments, **named) == []
     (arguments, named) = _attention_call()
     arguments[which].requires_grad_()
-    with pytest.raises(ValueError, match=r"it gives no gradients: inputs must not require grad$"):
-        sfa.sparse_attention(*arguments, implementation="npu", **named)
     out = sfa.sparse_attention(*arguments, **named)  # None: blockwise, which has them
     out.out_THL.float().sum().backward()
     assert arguments[which].grad is not None
@@ -735,6 +738,7 @@ def test_nothing_is_ever_asked_of_the_operators_by_another_name():
 COMPILED = """
 import torch, sfa_functional as sfa
 from sfa_functional import npu
+from sfa_functional.params import named_fields
 from dataclasses import replace
 from tests.sfa_functional.npu_standins import registered
 config = replace(sfa.DEEPSEEK_V32, hidden_size=1024, num_attention_heads=8, index_n_heads=16, index_topk=8)
