@@ -735,7 +735,7 @@ def trainable(config=sfa.TINY) -> tuple[sfa.LayerParams, dict[str, Tensor], dict
     """Draw a layer whose weights ask for gradients; also its indexer's weights and the others, by name."""
     params = tree_map(lambda x: x.requires_grad_(), sfa.init_params(config))
     indexer = {f.name: getattr(params.indexer, f.name) for f in fields(params.indexer)}
-    others = {f.name: getattr(params, f.name) for f in fields(params) if f.name != "indexer"}
+    others = {name: x for name, x in vars(params).items() if isinstance(x, Tensor)}
     return params, indexer, others
 
 

@@ -10,7 +10,7 @@ import sharding
 from sharding import MeshShape, P, Rules, param_specs
 
 SHARED = replace(sfa.TINY, indexer_types=("full", "shared"))
-FIELDS = [f.name for f in fields(sfa.LayerParams) if f.name != "indexer"]
+FIELDS = [f.name for f in fields(sfa.LayerParams) if f.name not in ("indexer", "prolog")]
 INDEXER_FIELDS = [f.name for f in fields(sfa.IndexerParams)]
 
 # rows are heads, or columns are; all other parameters have no head dimension
