@@ -9,7 +9,8 @@ import math
 import os
 import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -89,20 +90,22 @@ def distributed_mesh(
     rule = f"{device_type!r} needs a torch with the backend {backend!r}"
     require(dist.is_available() and dist.is_backend_available(backend), function, rule, torch.__version__)
     limit = timedelta(seconds=PATIENCE * timeout)
+    deadline = time.monotonic() + limit.total_seconds()  # of all that follows, so that nobody waits twice as long
     if not dist.is_initialized():
-        _join(shape, device_type, backend, limit)
+        _join(shape, device_type, backend, limit, deadline)
     _require_size(shape, dist.get_world_size())
 
     rank, number_of = dist.get_rank(), next(_MADE)
     world: Any = dist.group.WORLD
     store = dist.PrefixStore(f"sharding/{number_of}", world.get_group_store().clone())  # type: ignore[attr-defined]
     wanted = f"distributed_mesh({shape}, {device_type!r}, timeout={timeout}, check={check})"
-    _come(store, wanted, rank, shape.size, limit)
+    _come(store, wanted, rank, shape.size, limit, deadline)
     groups: dict[frozenset[str], Any] = {}
     for count in range(1, len(shape.names) + 1):
         for axes in itertools.combinations(shape.names, count):
             for members in sorted({shape.group(r, *axes) for r in range(shape.size)}):
-                made = _new_group(members, backend, limit)  # every process takes part in every group's making
+                with _joined_by(backend, members):  # every process takes part in every group's making
+                    made = dist.new_group(list(members), backend=backend, timeout=limit)
                 if rank in members:
                     groups[frozenset(axes)] = made
     device_mesh = DeviceMesh.from_group(
@@ -229,7 +232,7 @@ _MADE = itertools.count()
 """Numbers the meshes of this process, so that each has keys of its own in a store that outlives it."""
 
 
-def _join(shape: MeshShape, device_type: str, backend: str, limit: timedelta) -> None:
+def _join(shape: MeshShape, device_type: str, backend: str, limit: timedelta, deadline: float) -> None:
     """Join the processes that torchrun has started."""
     function, names = "distributed_mesh", ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     missing = [name for name in names if not os.environ.get(name)]
@@ -240,30 +243,30 @@ def _join(shape: MeshShape, device_type: str, backend: str, limit: timedelta) ->
     _require_size(shape, size)
     keeps = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True)
     if not keeps:
-        _await_listener(address, port, limit)
+        _await_listener(address, port, limit, deadline)
     try:
         store = dist.TCPStore(address, port, size, keeps, limit, wait_for_workers=False)  # type: ignore[attr-defined]
     except RuntimeError as error:
         raise RuntimeError(f"distributed_mesh: {address}:{port} keeps no store: {_first_line(error)}") from None
     joining = dist.PrefixStore(f"sharding/join/{next(_MADE)}", store)  # type: ignore[attr-defined]
     try:
-        _come(joining, repr(device_type), rank, size, limit)
+        _come(joining, repr(device_type), rank, size, limit, deadline)
     except RuntimeError:
         if keeps:  # the others give up in this moment: let them read who is missing
             time.sleep(min(1.0, limit.total_seconds() * (1 - PATIENCE)))
         raise
     if device_type != "cpu" and "LOCAL_RANK" in os.environ:
         torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=limit)
+    with _joined_by(backend, range(size)):
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=limit)
     atexit.register(_part, store, rank, size, keeps)
 
 
-def _await_listener(address: str, port: int, limit: timedelta) -> None:
+def _await_listener(address: str, port: int, limit: timedelta, deadline: float) -> None:
     """Wait until somebody keeps the store. `TCPStore` would try for twice its timeout, and tell stderr all about it."""
-    deadline = time.monotonic() + limit.total_seconds()
     while True:
         try:
-            socket.create_connection((address, port), timeout=limit.total_seconds()).close()
+            socket.create_connection((address, port), timeout=max(0.01, deadline - time.monotonic())).close()
             return
         except OSError as error:
             if time.monotonic() >= deadline:
@@ -283,13 +286,13 @@ def _part(store: Any, rank: int, size: int, keeps: bool) -> None:
         dist.destroy_process_group()
 
 
-def _come(store: Any, wanted: str, rank: int, size: int, limit: timedelta) -> None:
+def _come(store: Any, wanted: str, rank: int, size: int, limit: timedelta, deadline: float) -> None:
     """Wait until all ranks are here and want the same."""
-    seconds = limit.total_seconds()
+    patience = deadline - time.monotonic()
     try:
-        lines = gather_lines(store, wanted, rank, range(size), key=lambda r: f"come/{r}", patience=seconds)
+        lines = gather_lines(store, wanted, rank, range(size), key=lambda r: f"come/{r}", patience=patience)
     except Absent as error:
-        text = f"{spell_ranks(error.ranks)} of {size} did not come within {seconds:.3g} s"
+        text = f"{spell_ranks(error.ranks)} of {size} did not come within {limit.total_seconds():.3g} s"
         raise RuntimeError(f"distributed_mesh: {text}") from None
     except RuntimeError as error:
         text = f"the store that the ranks share is gone, and who keeps it: {_first_line(error)}"
@@ -300,9 +303,11 @@ def _come(store: Any, wanted: str, rank: int, size: int, limit: timedelta) -> No
             raise RuntimeError(f"distributed_mesh: {text}")
 
 
-def _new_group(members: Sequence[int], backend: str, limit: timedelta) -> Any:
+@contextmanager
+def _joined_by(backend: str, members: Sequence[int]) -> Iterator[None]:
+    """Say in one line that a process group can't be made."""
     try:
-        return dist.new_group(list(members), backend=backend, timeout=limit)
+        yield
     except RuntimeError as error:
         text = f"{spell_ranks(members)} could not be joined by {backend}"
         raise RuntimeError(f"distributed_mesh: {text}: {_first_line(error)}") from error

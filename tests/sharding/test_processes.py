@@ -415,6 +415,35 @@ def test_a_rank_that_is_missing_at_the_start_is_named_within_the_timeout(missing
     assert_ended(answers, {missing}, patterns=(rf"^distributed_mesh: {named} 3.6 s",), within=4.5)
 
 
+def test_who_waits_for_one_rank_after_another_waits_no_longer():
+    """Rank 0, which keeps the store, comes late; rank 2 never does."""
+
+    def body(rank: int) -> tuple[str, str, float]:
+        if rank == 0:
+            time.sleep(2.5)
+        return told(lambda: mesh_of(MeshShape(cp=3), timeout=4.0))
+
+    answers = on_processes(3, body, absent=frozenset({2}))
+    assert_ended(answers, {2}, patterns=(r"^distributed_mesh: rank 2 of 3 did not come within 3.6 s$",), within=4.5)
+
+
+@pytest.mark.parametrize("kind", ["file", "tcp"])
+def test_processes_that_were_joined_before_make_a_mesh_of_any_store(kind, tmp_path):
+    def body(rank: int) -> list[Any]:
+        method = f"file://{tmp_path}/store" if kind == "file" else "env://"
+        dist.init_process_group("gloo", init_method=method, rank=rank, world_size=2, timeout=timedelta(seconds=30))
+        mesh, x = mesh_of(MeshShape(cp=2), timeout=30.0), torch.ones(2, requires_grad=True)
+        y = mapped(mesh, lambda comm, x: comm["cp"].all_reduce(x))(x)
+        y.sum().backward()
+        wrong = told(lambda: mapped(mesh, lambda comm, x: comm["cp"].all_gather(x.expand(1 + rank)))(x))
+        dist.destroy_process_group()
+        return [y.tolist(), x.grad.tolist(), wrong]
+
+    by_rank = on_processes(2, body)
+    assert [found[:2] for found in by_rank] == [[[2.0, 2.0], [2.0, 2.0]]] * 2
+    assert_ended([found[2] for found in by_rank], set(), patterns=(r"^shard_map: ranks disagree on collec",), within=20)
+
+
 def test_a_rank_that_asks_for_another_mesh_or_for_none_is_named():
     def body(rank: int) -> list[tuple[str, str, float]]:
         shapes = MeshShape(cp=2), MeshShape(tp=2)
