@@ -45,6 +45,8 @@ def test_a_miniature_keeps_every_s_th_token_of_each_rank_in_order():
     assert small.lengths == [12, 20]
     rows = [row.tolist() for row in small.split.index_NC]
     assert rows == [[t for t in range(32) if t // 4 % 2 == r] for r in (0, 1)]
+    odd = miniature(sfa.TINY, [64], TokenSplit.from_owner(torch.arange(64) // 33, 2), budget=1.3e6)
+    assert [len(row[row >= 0]) for row in odd.split.index_NC] == [16, 15]
 
 
 def test_a_problem_that_fits_stays_as_it_is():

@@ -51,7 +51,17 @@ def test_cached_keys_are_worked_on_in_the_first_hop_and_weights_take_the_link():
     moved = (Traffic("keys", "all_gather", "cp", 0, 9), Traffic("layer", "broadcast", "cp", 0, 50))
     ranks = [RankLayer(FlopParts(0, 8, 0, 0, 0), 0, moved)] * 2
     pairs = torch.tensor([[1.0, 1, 2], [1, 1, 2]], dtype=torch.float64)
-    assert ring_layer_seconds(ranks, pairs, (1, 1), ONE) == max(6 + 2 + 1, 50 + 2)
+    assert ring_layer_seconds(ranks, pairs, (1, 1), ONE) == 50 + 2
+    alone = [rank._replace(traffic=moved[:1]) for rank in ranks]
+    assert ring_layer_seconds(alone, pairs, (3, 1), ONE) == 6 + 2 + 1
+    assert ring_layer_seconds(alone, pairs, (7, 1), ONE) == 7 + 2 + 1
+
+
+def test_blocks_come_from_the_rank_before():
+    """Ranks 1 and 2 have what they see after one hop, so only the last hop is idle."""
+    ranks = [RankLayer(FlopParts(0, work, 0, 0, 0), 0, ()) for work in (4, 6, 10)]
+    pairs = torch.tensor([[1.0, 0, 0, 0], [1, 0, 0, 0], [0, 1, 0, 0]], dtype=torch.float64)
+    assert ring_layer_seconds(ranks, pairs, (7, 0), ONE) == 7 + 10 + 0
 
 
 def test_a_layer_that_scores_nothing_has_one_ring():
