@@ -180,7 +180,7 @@ def _measure(
     one = small[estimates[0].layout]
     console.print(
         "Measured: one layer of every rank, one after the other, on one core here,",
-        f"with 1/{one.factor} of the tokens, of k and of a token's projections ({sum(one.lengths)} tokens).",
+        f"with 1/{one.factor} of the tokens and of k ({sum(one.lengths)} tokens), and a model as much narrower.",
         f"GFLOP/s: projections {_gflops(rates.projections)}, scoring and selection {_gflops(rates.scoring)}, "
         f"attention {_gflops(rates.attention)}; a part's",
         "seconds count by its rate, as on a machine with one rate for all.",

@@ -1,5 +1,6 @@
 """Every rank's local maths run for real, one rank after the other: where imbalance is measured and not counted."""
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -28,6 +29,9 @@ from .token_ranges import TokenSplit
 BUDGET = 1e10
 """Operations of all ranks together in a problem that is scaled down to be measured: about half a second of one core."""
 
+LEAST_HEADS = 4
+"""Heads that a problem keeps which is scaled down: fewer would make products thin."""
+
 
 class Miniature(NamedTuple):
     """A smaller problem whose work is shared out as that of the large one."""
@@ -44,8 +48,9 @@ def miniature(
     """Shrink lengths, k and projections by one factor s, which leaves the parts' shares of the work as they are.
 
     Every rank keeps each s-th of its tokens, so that any layout keeps its pattern; a query then sees 1/s of the keys
-    and selects 1/s of them, and hidden, low-rank and head widths are cut until a row's projections cost 1/s. What is
-    compared (H, E, J, I) stays.
+    and selects 1/s of them, and hidden, low-rank and head widths are cut until a row's projections cost 1/s. Besides,
+    heads of attention and indexer, and the projections with them, are cut to 1/w, at most an eighth: a smaller s
+    leaves longer requests, and what a tile costs whatever is in it weighs less.
 
     Args:
         config: the model's sizes.
@@ -63,9 +68,11 @@ def miniature(
     require(sum(counts) == split.num_tokens, "miniature", f"lengths must add up to {split.num_tokens}", sum(counts))
     one = replace(config, indexer_types=("full",))
     flops = float(token_flops(config, visible_keys(counts, counts)).sum())
-    factor = max(1, int(-(-((flops / budget) ** 0.5) // 1)))
-    if factor == 1:
+    if flops <= budget:
         return Miniature(one, counts, split, 1)
+    fewer = next(w for w in (8, 4, 2, 1) if config.num_attention_heads % w == config.index_n_heads % w == 0)
+    fewer = fewer if min(config.num_attention_heads, config.index_n_heads) >= LEAST_HEADS * fewer else 1
+    factor = max(1, math.ceil((flops / fewer / budget) ** 0.5))
     rows = [row[row >= 0][factor // 2 :: factor] for row in split.index_NC.cpu()]
     kept_T = torch.cat(rows)
     owner_T = torch.arange(len(rows)).repeat_interleave(torch.tensor([row.shape[0] for row in rows]))
@@ -74,16 +81,17 @@ def miniature(
     request_T = torch.searchsorted(ends_B, kept_T[order_T], right=True)
     scaled = torch.bincount(request_T, minlength=len(counts)).tolist()
     small = TokenSplit.from_owner(owner_T[order_T], split.num_ranks)
-    return Miniature(_narrower(one, factor), scaled, small, factor)
+    return Miniature(_narrower(one, factor, fewer), scaled, small, factor)
 
 
-def _narrower(config: SFAConfig, factor: int) -> SFAConfig:
-    """Cut k and the widths that only projections have; the hidden width makes up for what rounding leaves."""
+def _narrower(config: SFAConfig, factor: int, fewer: int) -> SFAConfig:
+    """Cut k, heads, and the widths that only projections have; the hidden width makes up for what rounding leaves."""
     widths = ("index_topk", "q_lora_rank", "qk_nope_head_dim", "v_head_dim")
-    cut = replace(config, **{name: max(1, round(getattr(config, name) / factor)) for name in widths})
-    at_1, at_2 = (layer_flops(replace(cut, hidden_size=d)).projections for d in (1, 2))
-    wanted = layer_flops(config).projections / factor
-    return replace(cut, hidden_size=max(1, 1 + round((wanted - at_1) / (at_2 - at_1))))
+    cut: dict[str, Any] = {name: max(1, round(getattr(config, name) / factor)) for name in widths}
+    cut |= {name: getattr(config, name) // fewer for name in ("num_attention_heads", "index_n_heads")}
+    at_1, at_2 = (layer_flops(replace(config, **cut, hidden_size=d)).projections for d in (1, 2))
+    wanted = layer_flops(config).projections / (factor * fewer)
+    return replace(config, **cut, hidden_size=max(1, 1 + round((wanted - at_1) / (at_2 - at_1))))
 
 
 class Measured(NamedTuple):

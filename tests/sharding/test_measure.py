@@ -28,7 +28,7 @@ def test_a_miniature_is_shared_out_as_the_large_problem(layout, lengths):
     small = miniature(V32, lengths, split, budget=1e11)
     want = estimate(V32, lengths, MeshShape(cp=16), split=split)
     got = estimate(small.config, small.lengths, MeshShape(cp=16), split=small.split)
-    assert 20 <= small.factor <= 50
+    assert 5 <= small.factor <= 20
     assert sum(rank.flops.total for rank in got.ranks) < 1.1e11
     assert got.max_over_mean == pytest.approx(want.max_over_mean, rel=0.03)
     parts = [sum(rank.flops[part] for rank in want.ranks) / 61 for part in (0, 1, 3, 4)]
@@ -61,8 +61,8 @@ def test_a_problem_that_fits_stays_as_it_is():
 def test_projections_of_a_miniature_cost_a_part_of_those_of_the_model(config, budget):
     small = miniature(config, [65536], split_tokens([65536], 4, layout="zigzag"), budget=budget)
     want, got = layer_flops(config), layer_flops(small.config)
-    assert got.projections == pytest.approx(want.projections / small.factor, rel=0.01)
-    assert got[1:] == want[1:]
+    assert got.projections == pytest.approx(want.projections / small.factor / 8, rel=0.01)
+    assert [8 * x for x in got[1:]] == list(want[1:])
 
 
 def test_each_rank_is_given_the_time_of_its_own_work():
