@@ -43,7 +43,7 @@ MOST_TOKENS = 2**22
 MOST_RANKS = 1024
 PAGE = 128
 """Rows of a cache's page."""
-ROUNDS = 10
+ROUNDS = 6
 
 
 def add_layout(commands: Any) -> None:
@@ -182,8 +182,8 @@ def _measure(
         "Measured: one layer of every rank, one after the other, on one core here,",
         f"with 1/{one.factor} of the tokens and of k ({sum(one.lengths)} tokens), and a model as much narrower.",
         f"GFLOP/s: projections {_gflops(rates.projections)}, scoring and selection {_gflops(rates.scoring)}, "
-        f"attention {_gflops(rates.attention)}; a part's",
-        "seconds count by its rate, as on a machine with one rate for all.",
+        f"attention {_gflops(rates.attention)};",
+        "each part of a layout counts, in all, as its operations do.",
         sep="\n",
         highlight=False,
     )

@@ -21,13 +21,13 @@ from sfa_functional.precision import require, require_lengths
 
 from .collectives import DifferentiableCollectives, Pending
 from .context_parallel import context_parallel_layer
-from .costs import layer_flops, token_flops, visible_keys
-from .estimate import estimate
+from .costs import FlopParts, layer_flops, token_flops, visible_keys
+from .estimate import Estimate, estimate
 from .mesh import MeshShape
 from .token_ranges import TokenSplit
 
-BUDGET = 1e10
-"""Operations of all ranks together in a problem that is scaled down to be measured: about half a second of one core."""
+BUDGET = 2e10
+"""Operations of all ranks together in a problem that is scaled down to be measured: about a second of one core."""
 
 LEAST_HEADS = 4
 """Heads that a problem keeps which is scaled down: fewer would make products thin."""
@@ -99,7 +99,7 @@ class Measured(NamedTuple):
 
     seconds: list[float]  # of each rank
     predicted: list[float]  # of each rank, from its counts and the rates at which all ranks together ran each part
-    work: list[float]  # of each rank: its seconds of each part times that part's rate, comparable with operations
+    work: list[float]  # of each rank: its seconds of each part, weighed as operations
     max_over_mean: float  # of the work
 
 
@@ -114,7 +114,7 @@ class PartRates(NamedTuple):
 def measure_ranks(
     problems: Mapping[str, Miniature],
     *,
-    repeats: int = 10,
+    repeats: int = 6,
     clock: Callable[[], float] = time.thread_time,
     tick: Callable[[], object] = lambda: None,
 ) -> tuple[dict[str, Measured], PartRates]:
@@ -125,8 +125,8 @@ def measure_ranks(
     use too the least is luck, and the mean is theirs.
 
     A processor that runs products of one part at another rate than those of another shows another imbalance than a
-    machine with one rate. So ``work`` weighs each part's seconds by the rate at which all ranks of all layouts ran
-    that part: its share of the whole is then that of its operations, and what is measured is who has how much of it.
+    machine with one rate. So ``work`` weighs each part's seconds, so that in all ranks of a layout together every part
+    has the share that its operations have: what is measured is who has how much of it.
     The slowest rank is found in one half of the rounds and timed in the other.
 
     Args:
@@ -136,9 +136,9 @@ def measure_ranks(
         tick: called after each round.
 
     Returns:
-        By name, `Measured`; and the rates.
+        By name, `Measured`; and the rates of all layouts together.
 
-    Cost: half a second for each layout and round, at the default budget.
+    Cost: about a second for each layout and round, at the default budget.
     """
     runs = {(name, rank): _Rank(problem, rank) for name, problem in problems.items() for rank in _ranks(problem)}
     threads = torch.get_num_threads()
@@ -151,17 +151,29 @@ def measure_ranks(
     finally:
         torch.set_num_threads(threads)
     spent = {key: _typical([one[key] for one in rounds]) for key in runs}
-    counted = {key: parts for name, problem in problems.items() for key, parts in _counted(name, problem).items()}
-    sums = [[sum(part) for part in zip(*values.values(), strict=True)] for values in (counted, spent)]
-    rates = PartRates(*(count / max(seconds, 1e-9) for count, seconds in zip(*sums, strict=True)))
+    found = {name: _estimated(problem) for name, problem in problems.items()}
+    computed = {name: [_groups(rank.layers[0].computed) for rank in one.ranks] for name, one in found.items()}
     results = {}
     for name, problem in problems.items():
         keys = [(name, rank) for rank in _ranks(problem)]
-        expected = [sum(c / r for c, r in zip(counted[key], rates, strict=True) if c) for key in keys]
-        work = [_weigh(spent[key], rates) for key in keys]
-        halves = [[_weigh(_typical([one[key] for one in half]), rates) for key in keys] for half in _halves(rounds)]
-        results[name] = Measured([sum(spent[key]) for key in keys], expected, work, _slowest_over_mean(*halves))
-    return results, rates
+        times = [spent[key] for key in keys]
+        needed = [_groups(rank.layers[0].flops) for rank in found[name].ranks]
+        weight = _rates(needed, times)
+        expected = [_over(counts, _rates(computed[name], times)) for counts in computed[name]]
+        halves = [[_weigh(_typical([one[key] for one in half]), weight) for key in keys] for half in _halves(rounds)]
+        work = [_weigh(parts, weight) for parts in times]
+        results[name] = Measured([sum(parts) for parts in times], expected, work, _slowest_over_mean(*halves))
+    return results, _rates([counts for ranks in computed.values() for counts in ranks], list(spent.values()))
+
+
+def _rates(counts: Sequence[Sequence[float]], seconds: Sequence[Sequence[float]]) -> PartRates:
+    """Divide the sums over ranks."""
+    sums = [[sum(part) for part in zip(*values, strict=True)] for values in (counts, seconds)]
+    return PartRates(*(count / max(time, 1e-9) for count, time in zip(*sums, strict=True)))
+
+
+def _over(counts: Sequence[float], rates: PartRates) -> float:
+    return sum(count / rate for count, rate in zip(counts, rates, strict=True) if count)
 
 
 def _typical(times: Sequence[Sequence[float]]) -> list[float]:
@@ -193,13 +205,15 @@ def _ranks(problem: Miniature) -> range:
     return range(problem.split.num_ranks)
 
 
-def _counted(name: str, problem: Miniature) -> dict[tuple[str, int], list[float]]:
-    """Return the operations of projections, scoring and attention that each rank's kernels run."""
+def _estimated(problem: Miniature) -> Estimate:
     shape = MeshShape(cp=problem.split.num_ranks)
-    found = estimate(problem.config, problem.lengths, shape, split=problem.split, dtype=torch.float32)
-    flops = [rank.layers[0].computed for rank in found.ranks]
-    parts = [[f.projections + f.output, f.scoring + f.selection, f.attention] for f in flops]
-    return {(name, rank): list(map(float, counts)) for rank, counts in enumerate(parts)}
+    return estimate(problem.config, problem.lengths, shape, split=problem.split, dtype=torch.float32)
+
+
+def _groups(flops: FlopParts) -> list[float]:
+    """Return the operations of projections, scoring and attention."""
+    parts = (flops.projections + flops.output, flops.scoring + flops.selection, flops.attention)
+    return list(map(float, parts))
 
 
 class _Rank:

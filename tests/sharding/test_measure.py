@@ -96,7 +96,10 @@ def test_a_part_that_runs_at_another_rate_counts_by_its_operations():
         measured, rates = measure_ranks(problems, repeats=1, clock=clock)
     assert list(rates) == pytest.approx([7, 7, 7], rel=0.1)
     seen = measured["contiguous"]
-    assert seen.work == pytest.approx([7 * x for x in seen.seconds], rel=0.1)
+    counted = estimate(problems["contiguous"].config, lengths, MeshShape(cp=3), layout="contiguous")
+    assert sum(seen.work) == pytest.approx(sum(rank.flops.total for rank in counted.ranks))
+    assert seen.work == pytest.approx([rank.flops.total for rank in counted.ranks], rel=0.1)
+    assert sum(seen.seconds) == pytest.approx(sum(seen.predicted))
 
 
 def test_the_slowest_rank_is_not_the_one_that_noise_chose():
