@@ -8,10 +8,11 @@ import torch
 from jaxtyping import Float, Int, Int32
 from torch import Tensor
 
-from . import blockwise, npu, reference
+from . import blockwise_dense, npu, operators, reference
 from .implementation import Implementation, choose
 from .paged import Rows, SplitRows, fetch_rows, present_rows, require_rows_fit
 from .precision import require, require_integers, require_rows, without_autocast
+from .tiles import WORKSPACE, visible
 
 
 class AttentionOutput(NamedTuple):
@@ -29,6 +30,7 @@ def sparse_attention(
     scale: float,
     value_dim: int,
     implementation: Implementation = None,
+    workspace_bytes: int = WORKSPACE,
 ) -> AttentionOutput:
     """Attend from every query to the key rows that it selected.
 
@@ -70,7 +72,9 @@ def sparse_attention(
     match choose("sparse_attention", implementation, q_THE, kv_SE, topk_TK, **call):
         case "blockwise":
             with without_autocast(q_THE):
-                result = blockwise.sparse_attention(q_THE, kv_SE, topk_TK, scale=scale, value_dim=value_dim)
+                result = operators.sparse_attention(
+                    q_THE, kv_SE, topk_TK, scale=scale, value_dim=value_dim, workspace_bytes=workspace_bytes
+                )
         case "npu":
             result = npu.sparse_attention(q_THE, kv_SE, topk_TK, scale=scale, value_dim=value_dim)
         case "reference":
@@ -91,6 +95,7 @@ def dense_attention(
     value_dim: int,
     row_S: Int[Tensor, " S"] | None = None,
     implementation: Implementation = None,
+    workspace_bytes: int = WORKSPACE,
 ) -> AttentionOutput:
     """Attend from every query to all key rows that it sees, ``start[t] <= s < end[t]``.
 
@@ -126,8 +131,15 @@ def dense_attention(
     match choose("dense_attention", implementation, q_THE):
         case "blockwise":
             with without_autocast(q_THE):
-                result = blockwise.dense_attention(
-                    q_THE, kv_SE, start_T, end_T, scale=scale, value_dim=value_dim, row_S=row_S
+                result = operators.dense_attention(
+                    q_THE,
+                    kv_SE,
+                    start_T,
+                    end_T,
+                    scale=scale,
+                    value_dim=value_dim,
+                    row_S=row_S,
+                    workspace_bytes=workspace_bytes,
                 )
         case "reference":
             if row_S is None:
@@ -165,7 +177,7 @@ def merge_attention(parts: Sequence[AttentionOutput]) -> AttentionOutput:
     shapes = [(tuple(out.shape), tuple(lse.shape), out.dtype) for out, lse in parts]
     fits = len(set(shapes)) == 1 and shapes[0][0][:-1] == shapes[0][1]
     require(fits, "merge_attention", "parts must have one dtype and the shapes [T, H, L], [T, H]", shapes)
-    out_THL, lse_TH = blockwise.merge([(out, lse) for out, lse in parts])
+    out_THL, lse_TH = blockwise_dense.merge([(out, lse) for out, lse in parts])
     return AttentionOutput(out_THL.to(parts[0].out_THL.dtype), lse_TH)
 
 
@@ -194,7 +206,7 @@ def validate_selection(topk_TK: Int32[Tensor, "T K"], start_T: Int[Tensor, " T"]
 
 def _visible_rows(start_T: Tensor, end_T: Tensor, row_S: Tensor) -> Tensor:
     """List every visible key's row of the pool as a selection, -1 where the query does not see the key."""
-    seen_TS = blockwise.visible(torch.arange(row_S.shape[0], device=row_S.device), start_T, end_T)
+    seen_TS = visible(torch.arange(row_S.shape[0], device=row_S.device), start_T, end_T)
     return torch.where(seen_TS, row_S, -1).to(torch.int32)
 
 

@@ -6,7 +6,7 @@ from jaxtyping import Float, Int, Int32
 from torch import Tensor
 from torch.nn.functional import linear
 
-from . import blockwise, npu, reference
+from . import blockwise_indexer, npu, operators, reference
 from .config import SFAConfig
 from .implementation import Implementation, choose
 from .norm import layer_norm
@@ -14,6 +14,7 @@ from .paged import present_rows
 from .params import IndexerParams
 from .precision import require, require_float, require_integers, wide, without_autocast
 from .rotary import rotate
+from .tiles import WORKSPACE
 
 
 def index_queries(
@@ -143,7 +144,7 @@ def index_scores(
     """
     _check_scores("index_scores", q_TJI, k_SI, w_TJ)
     with without_autocast(q_TJI):
-        return blockwise.index_scores(q_TJI, k_SI, w_TJ)
+        return blockwise_indexer.index_scores(q_TJI, k_SI, w_TJ)
 
 
 def select_topk(
@@ -175,7 +176,7 @@ def select_topk(
     _check_ranges("select_topk", score_TS.shape[0], k, start_T, end_T)
     real = score_TS.ndim == 2 and score_TS.is_floating_point()
     require(real, "select_topk", "scores must be floating point [T, S]", (score_TS.dtype, tuple(score_TS.shape)))
-    return blockwise.select_topk(score_TS, start_T, end_T, k=k)
+    return blockwise_indexer.select_topk(score_TS, start_T, end_T, k=k)
 
 
 def lightning_indexer(
@@ -188,6 +189,7 @@ def lightning_indexer(
     k: int,
     row_S: Int[Tensor, " S"] | None = None,
     implementation: Implementation = None,
+    workspace_bytes: int = WORKSPACE,
 ) -> Int32[Tensor, "T K"]:
     """Score the visible keys of every query and choose the k best.
 
@@ -226,7 +228,9 @@ def lightning_indexer(
     match chosen:
         case "blockwise":
             with without_autocast(q_TJI):
-                return blockwise.lightning_indexer(q_TJI, k_SI, w_TJ, start_T, end_T, k=k, row_S=row_S)
+                return operators.lightning_indexer(
+                    q_TJI, k_SI, w_TJ, start_T, end_T, k=k, row_S=row_S, workspace_bytes=workspace_bytes
+                )
         case "npu":
             return npu.lightning_indexer(q_TJI, k_SI, w_TJ, start_T, end_T, k=k)
         case "reference":

@@ -4,9 +4,10 @@ import torch
 from jaxtyping import Float, Int, Int32
 from torch import Tensor
 
-from . import blockwise
-from .paged import Rows, fetch_rows, map_rows, num_rows, require_rows_fit
-from .precision import require, require_float, require_integers, require_rows, wide, without_autocast
+from . import operators
+from .paged import Rows, map_rows, num_rows, require_rows_fit
+from .precision import require, require_float, require_integers, require_rows, without_autocast
+from .tiles import WORKSPACE
 
 
 def indexer_kl(
@@ -20,6 +21,7 @@ def indexer_kl(
     *,
     scale: float,
     topk_TK: Int32[Tensor, "T K"] | None = None,
+    workspace_bytes: int = WORKSPACE,
 ) -> Float[Tensor, " T"]:
     """Return each query's divergence of the indexer's softmax from the attention's mean over heads.
 
@@ -65,43 +67,7 @@ def indexer_kl(
     whole = topk_TK is None or (topk_TK.ndim == 2 and topk_TK.dtype == torch.int32)
     require(whole, "indexer_kl", "topk must be int32 [T, K]", None if topk_TK is None else topk_TK.dtype)
     q_THE, kv_SE = q_THE.detach(), map_rows(kv_SE, Tensor.detach)
-    k_SI = blockwise.summed_wide(k_SI)
-    heads = max(q_TJI.shape[1], q_THE.shape[1])
-    widest = max(heads, q_THE.shape[2], q_TJI.shape[2])
-    size = k_SI.shape[0] * heads if topk_TK is None else topk_TK.shape[1] * widest
-    tiles = []
     with without_autocast(q_TJI):
-        limit = max(1, blockwise.TILE_VALUES // max(1, size))
-        for queries, span in blockwise.query_tiles(start_T, end_T, k_SI.shape[0], limit):
-            start_t, end_t, q_tHE = start_T[queries], end_T[queries], q_THE[queries]
-            if topk_TK is None:
-                p_tK = blockwise.mean_weights(q_tHE, kv_SE, start_t, end_t, span, scale=scale)
-                k, member_tK = blockwise.visible_rows(k_SI, start_t, end_t, slice(*span), None)
-            else:
-                topk_tK = topk_TK[queries]
-                member_tK = (topk_tK >= start_t[:, None]) & (topk_tK < end_t[:, None])
-                member_tK = member_tK & (topk_tK >= 0) & (topk_tK < k_SI.shape[0])
-                topk_tK = torch.where(member_tK, topk_tK, -1)
-                kv_tKE = fetch_rows(kv_SE, topk_tK).to(wide(q_tHE.dtype))
-                p_tK = blockwise.softmax_weights(q_tHE, kv_tKE, member_tK, scale=scale)[0].mean(1)
-                k = fetch_rows(k_SI, topk_tK)
-            trained_t1 = member_tK.sum(-1, keepdim=True) > 1
-            q_tJI = torch.where(trained_t1[..., None], q_TJI[queries], 0)
-            score_tK = blockwise.index_scores(q_tJI, k, torch.where(trained_t1, w_TJ[queries], 0))
-            tiles.append(_divergence(p_tK, score_tK, member_tK & trained_t1))
-    return torch.cat(tiles)
-
-
-def _divergence(p_tK: Tensor, score_tK: Tensor, member_tK: Tensor) -> Tensor:
-    """Return Σ p (ln p - ln π) over the members; 0, with zero gradients, where there are none.
-
-    NaN among a query's members makes its result NaN, written over at the end as in `blockwise.take_out`.
-    """
-    spoiled_t1 = (member_tK & (p_tK.isnan() | score_tK.isnan())).any(-1, keepdim=True)
-    member_tK = member_tK & ~spoiled_t1
-    score_tK = torch.where(member_tK, score_tK, -torch.inf)
-    log_pi_tK = torch.log_softmax(torch.where(member_tK.any(-1, keepdim=True), score_tK, 0.0), dim=-1)
-    p_tK = torch.where(member_tK, p_tK.to(score_tK.dtype), 0)
-    log_pi_tK = torch.where(member_tK, log_pi_tK, 0)
-    kl_t = (torch.xlogy(p_tK, p_tK) - p_tK * log_pi_tK).sum(-1)
-    return torch.where(spoiled_t1[:, 0], torch.nan, kl_t)
+        return operators.indexer_kl(
+            q_TJI, k_SI, w_TJ, q_THE, kv_SE, start_T, end_T, topk_TK, scale=scale, workspace_bytes=workspace_bytes
+        )

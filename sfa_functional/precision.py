@@ -3,6 +3,7 @@
 import operator
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -11,6 +12,29 @@ from torch import Tensor
 def wide(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype of sums, softmax, norms and rotations: float32, or float64 for float64 input."""
     return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def product_dtype(x: Tensor) -> torch.dtype:
+    """Return the dtype in which blockwise products of x are taken.
+
+    bfloat16 where the device multiplies it: the result comes rounded to bfloat16 and goes on in float32. Elsewhere
+    that of sums: without such instructions a CPU takes 20 to 80 times as long for a product in bfloat16.
+    """
+    return torch.bfloat16 if x.dtype == torch.bfloat16 and _multiplies_bfloat16(x.device.type) else wide(x.dtype)
+
+
+@cache
+def _multiplies_bfloat16(device: str) -> bool:
+    if device != "cpu":
+        return True
+    capabilities = torch.cpu.get_capabilities()
+    return any(capabilities.get(name, False) for name in ("avx512_bf16", "amx_bf16", "bf16"))
+
+
+def product(a: Tensor, b: Tensor) -> Tensor:
+    """Return the (batched) matrix product, taken in `product_dtype` and returned in the dtype of sums."""
+    dtype = product_dtype(a if a.dtype.itemsize <= b.dtype.itemsize else b)
+    return (a.to(dtype) @ b.to(dtype)).to(wide(dtype))
 
 
 def without_autocast(x: Tensor) -> AbstractContextManager[object]:

@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float, Int, Int32
 from torch import Tensor
 
-from . import blockwise
+from . import blockwise_indexer, operators, tiles
 from .losses import indexer_kl
 from .paged import Rows, num_rows, require_rows_fit
 from .precision import require, require_integers, require_rows, wide, without_autocast
@@ -303,13 +303,13 @@ def _values(
     """Return every metric but the overlap, one value per query."""
     num_keys = num_rows(kv_SE)
     heads = max(q_nHE.shape[1], 1 if scored is None else scored.q_TJI.shape[1])
-    limit = max(1, blockwise.TILE_VALUES // max(1, num_keys * heads))
+    limit = max(1, tiles.TILE_VALUES // max(1, num_keys * heads))
     parts: dict[str, list[Tensor]] = {}
-    for queries, (low, high) in blockwise.query_tiles(start_n, end_n, num_keys, limit):
+    for queries, (low, high) in tiles.query_tiles(start_n, end_n, num_keys, limit):
         start_t, end_t, topk_tK = start_n[queries], end_n[queries], topk_nK[queries]
-        p_ts = blockwise.mean_weights(q_nHE[queries], kv_SE, start_t, end_t, (low, high), scale=scale)
+        p_ts = operators.mean_weights(q_nHE[queries], kv_SE, start_t, end_t, (low, high), scale=scale)
         selected_ts = _member(topk_tK, low, high)
-        best_ts = _member(blockwise.select_topk(p_ts, start_t - low, end_t - low, k=k), 0, high - low)
+        best_ts = _member(blockwise_indexer.select_topk(p_ts, start_t - low, end_t - low, k=k), 0, high - low)
         found = {
             "mass": torch.where(selected_ts, p_ts, 0).sum(-1),
             "best_mass": torch.where(best_ts, p_ts, 0).sum(-1),
@@ -319,8 +319,10 @@ def _values(
         spoiled_t = p_ts.isnan().any(-1)  # keys with NaN are never among the best, and may not be selected
         found = {name: torch.where(spoiled_t, torch.nan, value) for name, value in found.items()}
         if scored is not None:
-            seen_ts = blockwise.visible(torch.arange(low, high, device=start_t.device), start_t, end_t)
-            score_ts = blockwise.index_scores(scored.q_TJI[queries], scored.k_SI[low:high], scored.w_TJ[queries])
+            seen_ts = tiles.visible(torch.arange(low, high, device=start_t.device), start_t, end_t)
+            score_ts = blockwise_indexer.index_scores(
+                scored.q_TJI[queries], scored.k_SI[low:high], scored.w_TJ[queries]
+            )
             score_ts = torch.where(seen_ts, score_ts.to(wide(p_ts.dtype)), -torch.inf)
             log_pi_ts = torch.where(seen_ts, torch.log_softmax(score_ts, dim=-1), 0)
             found["kl"] = (torch.xlogy(p_ts, p_ts) - p_ts * log_pi_ts).sum(-1)

@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Int, Int32
 from torch import Tensor
 
-from . import blockwise
+from . import blockwise_indexer, operators, tiles
 from .indexer import lightning_indexer
 from .paged import Rows, num_rows
 from .precision import require, without_autocast
@@ -143,11 +143,11 @@ def block_topk(block: int) -> Selector:
             return lightning_indexer(q_TJI, k_SI, w_TJ, start_T, end_T, k=k, row_S=row_S)
 
         def score(queries: slice, low: int, high: int) -> Tensor:
-            k_sI, held_s = blockwise.key_tile(k_SI, slice(low, high), row_S)
-            score_ts = blockwise.index_scores(q_TJI[queries], k_sI, w_TJ[queries])
+            k_sI, held_s = tiles.key_tile(k_SI, slice(low, high), row_S)
+            score_ts = blockwise_indexer.index_scores(q_TJI[queries], k_sI, w_TJ[queries])
             score_ts = score_ts if held_s is None else torch.where(held_s, score_ts, torch.nan)
             s_s = torch.arange(low, high, device=start_T.device)
-            seen_ts = blockwise.visible(s_s, start_T[queries], end_T[queries]) & ~score_ts.isnan()
+            seen_ts = tiles.visible(s_s, start_T[queries], end_T[queries]) & ~score_ts.isnan()
             block_ts = (s_s - start_T[queries].clamp(min=0)[:, None]).clamp(0, max(0, high - low - 1)) // block
             lowest_ts = torch.full_like(score_ts, -torch.inf)
             best_ts = lowest_ts.scatter_reduce(1, block_ts, torch.where(seen_ts, score_ts, lowest_ts), "amax")
@@ -203,15 +203,15 @@ def quantized_indexer(
         def score(queries: slice, low: int, high: int) -> Tensor:
             q = quantize_index(index_q[queries], dtype=dtype, hadamard=hadamard, scales=scales, floor=floor)
             tiles = []
-            for keys in blockwise.key_tiles((low, high)):
-                k_kI, known_k = blockwise.key_tile(index_k, keys, row_S)
+            for keys in tiles.key_tiles((low, high)):
+                k_kI, known_k = tiles.key_tile(index_k, keys, row_S)
                 k_tile = quantize_index(k_kI, dtype=dtype, hadamard=hadamard, scales=scales, floor=floor)
                 score_tk = quantized_index_scores(q, k_tile, weight_TJ[queries])
                 tiles.append(score_tk if known_k is None else torch.where(known_k, score_tk, torch.nan))
             return torch.cat(tiles, dim=-1)
 
         num_keys = index_k.shape[0] if row_S is None else row_S.shape[0]
-        heads = -(-index_q.shape[1] * blockwise.KEY_TILE // max(1, num_keys))  # a tile of keys is held per head
+        heads = -(-index_q.shape[1] * tiles.KEY_TILE // max(1, num_keys))  # a tile of keys is held per head
         return _best("quantized_indexer", score, start_T, end_T, num_keys, k, heads=heads)
 
     return select
@@ -252,7 +252,7 @@ def best_keys(scale: float) -> Selector:
 
         def score(queries: slice, low: int, high: int) -> Tensor:
             ranges = start_T[queries], end_T[queries], (low, high)
-            return blockwise.mean_weights(q_THE[queries].detach(), rows, *ranges, scale=scale, row_S=row_S)
+            return operators.mean_weights(q_THE[queries].detach(), rows, *ranges, scale=scale, row_S=row_S)
 
         return _best("best_keys", score, start_T, end_T, _num_keys(rows, row_S, "best_keys"), k, heads=q_THE.shape[1])
 
@@ -272,12 +272,12 @@ def _best(
     """Choose the k best visible keys by scores that ``score(queries, low, high)`` gives for a tile."""
     require(k >= 1, name, "k must be >= 1", k)
     start_T, end_T = start_T.clamp(0, num_keys), end_T.clamp(0, num_keys)
-    limit = max(1, blockwise.TILE_VALUES // max(1, num_keys * heads))
+    limit = max(1, tiles.TILE_VALUES // max(1, num_keys * heads))
     selections = []
-    for queries, (low, high) in blockwise.query_tiles(start_T, end_T, num_keys, limit):
+    for queries, (low, high) in tiles.query_tiles(start_T, end_T, num_keys, limit):
         with torch.no_grad(), without_autocast(start_T):
             score_ts = score(queries, low, high)
-        topk_tK = blockwise.select_topk(score_ts, start_T[queries] - low, end_T[queries] - low, k=k)
+        topk_tK = blockwise_indexer.select_topk(score_ts, start_T[queries] - low, end_T[queries] - low, k=k)
         selections.append(torch.where(topk_tK >= 0, topk_tK + low, -1))
     return torch.cat(selections).to(torch.int32)
 

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 import sfa_functional as sfa
 import sharding
 import weights
-from sfa_functional import blockwise, reference
+from sfa_functional import blockwise_indexer, reference, tiles
 from tests.vectors import numbers, read_vectors
 
 IMPLEMENTATIONS = ["reference", "blockwise"]
@@ -379,17 +379,17 @@ def test_lightning_indexer_of_tied_scores_is_the_same_on_every_call_and_for_ever
         assert in_chunks(select, size, q_TJI, w_TJ, start_T, end_T).tolist() == want_TK
 
 
-@pytest.mark.parametrize(("tile_values", "key_tile"), [(1, 1), (200, 3), (4000, 7), (2**22, 1024)])
-def test_lightning_indexer_selects_the_same_whatever_the_size_of_its_tiles(monkeypatch, tile_values, key_tile):
+@pytest.mark.parametrize(("workspace", "key_tile"), [(1, 1), (10**4, 3), (10**5, 7), (2**22, 1024)])
+def test_lightning_indexer_selects_the_same_whatever_the_size_of_its_tiles(monkeypatch, workspace, key_tile):
     """D4, K1."""
     q_TJI, k_SI, w_TJ = tied_indexer(24, 40)
     batch = sfa.Batch.from_lengths([9, 0, 15], [20, 0, 20])
     want_TK = sfa.lightning_indexer(q_TJI, k_SI, w_TJ, batch.start_T, batch.end_T, k=5, implementation="reference")
 
-    monkeypatch.setattr(blockwise, "TILE_VALUES", tile_values)
-    monkeypatch.setattr(blockwise, "KEY_TILE", key_tile)
+    monkeypatch.setattr(tiles, "KEY_TILE", key_tile)
 
-    assert torch.equal(sfa.lightning_indexer(q_TJI, k_SI, w_TJ, batch.start_T, batch.end_T, k=5), want_TK)
+    inputs = q_TJI, k_SI, w_TJ, batch.start_T, batch.end_T
+    assert torch.equal(sfa.lightning_indexer(*inputs, k=5, workspace_bytes=workspace), want_TK)
 
 
 class LargestTensor(TorchDispatchMode):
@@ -413,9 +413,9 @@ def test_lightning_indexer_never_holds_the_scores_of_all_heads(pooled):
     row_S = torch.randperm(count) if pooled else None
 
     with LargestTensor() as seen:
-        sfa.lightning_indexer(q_TJI, k_SI, w_TJ, start_T, end_T, k=64, row_S=row_S)
+        blockwise_indexer.lightning_indexer(q_TJI, k_SI, w_TJ, start_T, end_T, row_S, k=64, workspace_bytes=64 << 20)
 
-    assert q_TJI.numel() < seen.largest <= blockwise.TILE_VALUES <= count * heads * count // 4
+    assert q_TJI.numel() < seen.largest <= tiles.CPU_STEP // 4 <= count * heads * count // 4
 
 
 # ---- a selection that comes from another layer -----------------------------------------------------------------------
@@ -567,8 +567,8 @@ def test_write_cache_past_the_end_of_the_pool_raises(donate):
 
 def test_reading_more_cached_rows_than_a_tile_has_room_for_reads_them_all(monkeypatch):
     """F10: 5 cached rows, tiles of 3; the best keys stand behind the first tile."""
-    monkeypatch.setattr(blockwise, "KEY_TILE", 3)
-    monkeypatch.setattr(blockwise, "TILE_VALUES", 3)
+    monkeypatch.setattr(tiles, "KEY_TILE", 3)
+    monkeypatch.setattr(tiles, "CPU_STEP", 3)
     row_S = torch.tensor([4, 2, 0, 3, 1])
     pool_SE = torch.tensor([[1.0], [2.0], [4.0], [8.0], [16.0]])
     score_S = torch.tensor([1.0, 2, 3, 5, 4])

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 import sfa_functional as sfa
-from sfa_functional import blockwise
+from sfa_functional import tiles
 from sfa_functional.selection_stats import METRICS, Drawn, Scored, draw_rows, measure_rows, reduce_stats
 from sharding import MeshShape, P, shard_map, simulated_mesh, split_tokens
 from tests.sfa_functional import selection_oracle
@@ -526,7 +526,7 @@ class TestMemory:
         problem = _long(tokens, 2048, heads=heads, index_heads=index_heads)
         with _Memory() as memory:
             measure(problem, k=64)
-        assert memory.largest <= blockwise.TILE_VALUES
+        assert memory.largest <= tiles.TILE_VALUES
         assert memory.peak < 2048 * 2048 * 4 * 4 / 2  # half of one float32 tensor [T, S, 4]
 
     def test_more_queries_need_no_more_memory_than_their_own_values(self, monkeypatch):

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import sfa_functional as sfa
-from sfa_functional import blockwise
+from sfa_functional import tiles
 
 T, S = 12, 20
 SCALE = 0.5
@@ -190,7 +190,7 @@ def test_random_keys_do_not_depend_on_tiles_or_on_where_a_request_begins_in_a_ti
     start_T, end_T = torch.tensor([0, 0, 0, 7, 7]), torch.tensor([5, 6, 7, 12, 20])
     named = {"kv_SE": torch.zeros(20, 1), "start_T": start_T, "end_T": end_T, "k": 4, "row_S": None}
     whole = select(**named)
-    monkeypatch.setattr(blockwise, "TILE_VALUES", 1)
+    monkeypatch.setattr(tiles, "TILE_VALUES", 1)
     assert torch.equal(select(**named), whole)
     batched = torch.func.vmap(lambda start, end: select(**(named | {"start_T": start, "end_T": end})))
     assert torch.equal(batched(start_T[None], end_T[None])[0], whole)
