@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from .precision import product, product_dtype, wide
-from .tiles import KEY_TILE, finite_rows, key_tile, key_tiles, may_hold, queries_per_step, query_tiles, visible
+from .tiles import KEY_TILE, finite_rows, key_tile, key_tiles, queries_per_step, query_tiles, visible
 
 
 def lightning_indexer(
@@ -48,13 +48,12 @@ def tile_scores(q_tJI: Tensor, k_SI: Tensor, w_tJ: Tensor, span: tuple[int, int]
     q_nI, w_t1J = q_tJI.flatten(0, 1).to(product_dtype(q_tJI)), w_tJ[:, None].to(score_ts.dtype)
     for keys in key_tiles(span):
         k_kI, known_k = key_tile(k_SI, keys, row_S)
-        lost_k = ~finite_rows(k_kI) if known_k is None else ~(finite_rows(k_kI) & known_k)
-        lost = may_hold(lost_k)
-        if lost:
-            k_kI = k_kI.masked_fill(lost_k[:, None], 0)
-        heads_tJk = product(q_nI, k_kI.mT).relu_().unflatten(0, (queries, heads))
-        score_tk = (w_t1J @ heads_tJk)[:, 0]
-        score_tk = score_tk.masked_fill_(lost_k, torch.nan) if lost else score_tk
+        heads_nk = product(q_nI, k_kI.mT)
+        lost_k = None if known_k is None else ~known_k
+        if heads_nk.device.type != "cpu" or not heads_nk[0].isfinite().all():  # a key that isn't finite shows here
+            lost_k = ~finite_rows(k_kI) if lost_k is None else lost_k | ~finite_rows(k_kI)
+        score_tk = (w_t1J @ heads_nk.relu_().unflatten(0, (queries, heads)))[:, 0]
+        score_tk = score_tk if lost_k is None else score_tk.masked_fill_(lost_k, torch.nan)
         score_ts[:, keys.start - span[0] : keys.stop - span[0]] = score_tk
     return score_ts
 

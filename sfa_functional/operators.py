@@ -71,7 +71,8 @@ def tensors_of(kv: Rows) -> tuple[Tensor, Tensor | None]:
 
 def constant(*inputs: Tensor | None) -> bool:
     """Say whether a traced call carries no gradient: Dynamo warns where it traces a Function that it won't need."""
-    return torch.compiler.is_compiling() and not any(x.requires_grad for x in inputs if x is not None)
+    learns = torch.is_grad_enabled() and any(x.requires_grad for x in inputs if x is not None)
+    return torch.compiler.is_compiling() and not learns
 
 
 def gradients_of(dkv_SE: Tensor, rows: Tensor, rope: Tensor | None) -> tuple[Tensor, Tensor | None]:

@@ -54,6 +54,37 @@ CHECKS = {
     "paged, cache)",
     "indexer_kl": "check(lambda *xs: sfa.indexer_kl(*xs, scale=0.3), q_TJI, k_SI, w_TJ, q_THE, kv_SE, batch.start_T, "
     "batch.end_T)",
+    "sfa_layer, gradients": """
+def gradients(x):
+    leaf = x.clone().requires_grad_()
+    step = torch.compile(sfa.sfa_layer, fullgraph=True, backend="aot_eager") if compiled else sfa.sfa_layer
+    return torch.autograd.grad(step(params, leaf, batch, config=config).y_TD.sin().sum(), leaf)[0]
+
+warnings.filterwarnings("ignore", message=".*should not be instantiated")  # Dynamo's own, of any Function
+compiled = False
+want = gradients(x_TD)
+compiled = True
+torch.testing.assert_close(gradients(x_TD), want, rtol=1e-5, atol=1e-5)
+""",
+    "sfa_layer, decode": """
+def decode(step):
+    table, x = sfa.allocate_blocks([16, 12], 4), torch.randn(2, 64, generator=torch.Generator().manual_seed(1))
+    pool = sfa.init_cache(config, num_blocks=7, block_size=4, dtype=torch.float32)
+    steps, outputs = sfa.Batch.from_lengths([8, 4], block_table=table, block_size=4), []
+    pool = sfa.sfa_layer(params, x_TD, steps, config=config, cache=pool, donate=True).cache
+    for i in range(4):
+        steps = steps.next([1, 1])
+        with torch.no_grad(), torch.compiler.set_stance("fail_on_recompile" if i else "default"):
+            out = step(params, x, steps, config=config, cache=pool, donate=True)
+        pool = out.cache
+        outputs += [out.y_TD, out.selection_TK]
+    return [*outputs, pool.kv, pool.index_k]
+
+torch.compiler.reset()
+compiled = decode(torch.compile(sfa.sfa_layer, fullgraph=True, backend="aot_eager"))
+for a, b in zip(compiled, decode(sfa.sfa_layer)):
+    torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+""",
 }
 
 
