@@ -46,6 +46,7 @@ def sparse_attention(
         value_dim: how many leading columns of a row are its value (L).
         implementation: "blockwise" gathers tiles of rows, "reference" is the oracle, "npu" is Ascend's operator,
             without gradients; None chooses for the device. A callable has the reference's signature.
+        workspace_bytes: how much the steps of "blockwise" may hold beside inputs and results; one query is the least.
 
     Returns:
         `AttentionOutput`: out in q's dtype; lse float32 (float64 for float64 q). A query without keys has out 0
@@ -54,10 +55,13 @@ def sparse_attention(
     Raises:
         ValueError: shapes or dtypes that don't fit, or an implementation that can't run.
 
-    Gradients: of q and kv, through out and lse, by autograd. 0 for queries without keys. What stands in a row that
-        nobody selects, NaN included, reaches no result and no gradient. A NaN or an infinity in a selected row makes
-        the results of the queries that selected it NaN; these carry no gradient, and no other query is touched.
-    Cost: 2·T·H·K·(E + L) FLOPs; copies T·K rows, a tile at a time.
+    Gradients: of q and kv, through out and lse, once: a second derivative and forward mode are refused. 0 for queries
+        without keys. What stands in a row that nobody selects, NaN included, reaches no result and no gradient. A NaN
+        or an infinity in a selected row makes the results of the queries that selected it NaN; these carry no
+        gradient, and no other query is touched. The gradient of a row is summed in float32, in one order.
+    Cost: 2·T·H·K·(E + L) FLOPs, 2·T·H·K·(3·E + 2·L) for gradients, which compute the weights again: inputs and
+        selection are all that is kept. Copies T·K rows, a step at a time; on a CPU a step is one query of a published
+        model's size.
     Source: DeepSeek-V3.2-Exp report (2025), eq. 2; DeepSeek-V2 (2024), section 2.1.2, for the absorbed form.
     """
     _check("sparse_attention", q_THE, kv_SE, value_dim)
@@ -111,6 +115,7 @@ def dense_attention(
         row_S: row of the pool for each key row; a key whose entry is -1 is not there and is not attended to.
         implementation: None and "blockwise" work in tiles, "reference" is the oracle; a callable has the
             reference's signature (no ``row_S``: it is given the key rows, NaN where the pool holds none).
+        workspace_bytes: how much a tile of "blockwise" may hold beside inputs and results; one query is the least.
 
     Returns:
         `AttentionOutput`, as `sparse_attention`.
@@ -118,10 +123,11 @@ def dense_attention(
     Raises:
         ValueError: shapes or dtypes that don't fit, or an implementation that can't run.
 
-    Gradients: of q and kv, through out and lse, by autograd; 0 for queries without keys. A NaN or an infinity in a
-        row makes the results of the queries that see the row NaN; these carry no gradient, and no other query is
-        touched.
-    Cost: 2·T·H·S·(E + L) FLOPs over the span of each tile; memory of a tile of queries and keys.
+    Gradients: of q and kv, through out and lse, once; 0 for queries without keys. A NaN or an infinity in a row makes
+        the results of the queries that see the row NaN; these carry no gradient, and no other query is touched. The
+        gradient of a row is summed in float32, in one order.
+    Cost: 2·T·H·S·(E + L) FLOPs over the span of each tile, 2·T·H·S·(3·E + 2·L) for gradients, which compute the
+        weights again from inputs, out and lse; memory of a tile of queries and keys.
     Source: DeepSeek-V2 (2024), eq. 10 and section 2.1.2.
     """
     _check("dense_attention", q_THE, kv_SE, value_dim)

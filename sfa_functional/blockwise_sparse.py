@@ -21,18 +21,31 @@ def sparse_attention(
     out_THL = q_THE.new_zeros(*q_THE.shape[:2], value_dim)
     lse_TH = q_THE.new_full(q_THE.shape[:2], -torch.inf, dtype=wide(q_THE.dtype))
     for queries, topk_tK, unused_tK in _steps(q_THE, kv, topk_TK, workspace_bytes):
-        kv_tKE = _gather(kv, topk_tK, unused_tK, product_dtype(q_THE))
-        z_tHK, hidden_tK, spoiled_t = _logits(q_THE[queries], kv_tKE, unused_tK, scale)
-        highest_tH = z_tHK.amax(-1)
-        p_tHK = _weights(z_tHK, hidden_tK)
-        out_THL[queries] = product(p_tHK, kv_tKE[..., :value_dim])
-        lse_TH[queries] = highest_tH.sub_(p_tHK.amax(-1).log_())  # the largest weight is e^(highest - lse)
-        if hidden_tK is not None:
-            lse_TH[queries].masked_fill_(hidden_tK.all(-1)[:, None], -torch.inf)
-        if spoiled_t is not None:
-            out_THL[queries].masked_fill_(spoiled_t[:, None, None], torch.nan)
-            lse_TH[queries].masked_fill_(spoiled_t[:, None], torch.nan)
+        out_THL[queries], lse_TH[queries] = _attend(q_THE[queries], kv, topk_tK, unused_tK, scale, value_dim)
     return out_THL, lse_TH
+
+
+def _attend(
+    q_tHE: Tensor,
+    kv: Tensor | SplitRows,
+    topk_tK: Tensor,
+    unused_tK: Tensor | None,
+    scale: float,
+    value_dim: int,
+) -> tuple[Tensor, Tensor]:
+    """Take one step. Its tensors go when it ends, so that the next finds their memory still in the cache."""
+    kv_tKE = _gather(kv, topk_tK, unused_tK, product_dtype(q_tHE))
+    z_tHK, hidden_tK, spoiled_t = _logits(q_tHE, kv_tKE, unused_tK, scale)
+    highest_tH = z_tHK.amax(-1)
+    p_tHK = _weights(z_tHK, hidden_tK)
+    out_tHL = product(p_tHK, kv_tKE[..., :value_dim])
+    lse_tH = highest_tH.sub_(p_tHK.amax(-1).log_())  # the largest weight is e^(highest - lse)
+    if hidden_tK is not None:
+        lse_tH.masked_fill_(hidden_tK.all(-1)[:, None], -torch.inf)
+    if spoiled_t is not None:
+        out_tHL.masked_fill_(spoiled_t[:, None, None], torch.nan)
+        lse_tH.masked_fill_(spoiled_t[:, None], torch.nan)
+    return out_tHL, lse_tH
 
 
 def sparse_attention_backward(
@@ -50,25 +63,39 @@ def sparse_attention_backward(
     ``dz = p · (d_out·v - Σ p (d_out·v) + d_lse)``, ``dq = scale · dz kv``, ``dkv = scale · dzᵀ q``, plus ``pᵀ d_out``
     in the value's columns.
     """
-    value_dim = d_out_THL.shape[-1]
     dq_THE = q_THE.new_zeros(q_THE.shape)
     dkv_SE = q_THE.new_zeros(num_rows(kv), q_THE.shape[-1], dtype=wide(q_THE.dtype))
     for queries, topk_tK, unused_tK in _steps(q_THE, kv, topk_TK, workspace_bytes):
-        q_tHE, d_out_tHL = q_THE[queries], d_out_THL[queries]
-        kv_tKE = _gather(kv, topk_tK, unused_tK, product_dtype(q_THE))
-        z_tHK, hidden_tK, _ = _logits(q_tHE, kv_tKE, unused_tK, scale)
-        p_tHK = _weights(z_tHK, hidden_tK)
-        dz_tHK = product(d_out_tHL, kv_tKE[..., :value_dim].mT)
-        dz_tHK.sub_((p_tHK * dz_tHK).sum(-1, keepdim=True).sub_(d_lse_TH[queries, :, None])).mul_(p_tHK).mul_(scale)
-        if hidden_tK is not None:
-            dz_tHK.masked_fill_(hidden_tK[:, None], 0)  # 0 · NaN of a cotangent is NaN
-        dq_THE[queries] = product(dz_tHK, kv_tKE)
-        dkv_tKE = product(dz_tHK.mT, q_tHE)
-        dkv_tKE[..., :value_dim] += product(p_tHK.mT, d_out_tHL)
-        if hidden_tK is not None:
-            dkv_tKE.masked_fill_(hidden_tK[..., None], 0)
+        cotangents = d_out_THL[queries], d_lse_TH[queries]
+        dq_THE[queries], dkv_tKE = _attend_backward(q_THE[queries], kv, topk_tK, unused_tK, *cotangents, scale)
         add_rows(dkv_SE, topk_tK, dkv_tKE)
+        del dkv_tKE  # as in `_attend`
     return dq_THE, dkv_SE
+
+
+def _attend_backward(
+    q_tHE: Tensor,
+    kv: Tensor | SplitRows,
+    topk_tK: Tensor,
+    unused_tK: Tensor | None,
+    d_out_tHL: Tensor,
+    d_lse_tH: Tensor,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """Return one step's gradients, of its queries and of each row that each of them used."""
+    value_dim = d_out_tHL.shape[-1]
+    kv_tKE = _gather(kv, topk_tK, unused_tK, product_dtype(q_tHE))
+    z_tHK, hidden_tK, _ = _logits(q_tHE, kv_tKE, unused_tK, scale)
+    p_tHK = _weights(z_tHK, hidden_tK)
+    dz_tHK = product(d_out_tHL, kv_tKE[..., :value_dim].mT)
+    dz_tHK.sub_((p_tHK * dz_tHK).sum(-1, keepdim=True).sub_(d_lse_tH[..., None])).mul_(p_tHK).mul_(scale)
+    if hidden_tK is not None:
+        dz_tHK.masked_fill_(hidden_tK[:, None], 0)  # 0 · NaN of a cotangent is NaN
+    dq_tHE, dkv_tKE = product(dz_tHK, kv_tKE), product(dz_tHK.mT, q_tHE)
+    dkv_tKE[..., :value_dim] += product(p_tHK.mT, d_out_tHL)
+    if hidden_tK is not None:
+        dkv_tKE.masked_fill_(hidden_tK[..., None], 0)
+    return dq_tHE, dkv_tKE
 
 
 def add_rows(total_SE: Tensor, index: Tensor, rows: Tensor) -> None:

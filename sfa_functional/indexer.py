@@ -206,6 +206,7 @@ def lightning_indexer(
         implementation: "blockwise" works in tiles, "reference" is the oracle, "npu" is Ascend's operator (without
             ``row_S``); None chooses for the device. A callable has the reference's signature (no ``row_S``: it is
             given the key rows).
+        workspace_bytes: how much a tile of "blockwise" may hold beside inputs and results; one query is the least.
 
     Returns:
         int32 ``topk_TK``, key rows ascending, then -1.

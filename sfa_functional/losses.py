@@ -41,6 +41,7 @@ def indexer_kl(
         scale: of the attention logits, ``config.softmax_scale``.
         topk_TK: a selection of key rows (the sparse stage), or None for all visible keys (the warm-up). With a
             selection the softmax of each head is taken over A and then averaged.
+        workspace_bytes: how much a tile may hold beside inputs and results; one query, H·S values, is the least.
 
     Returns:
         kl_T, >= 0 up to rounding, in float32 (float64 for float64 q); 0 where A has at most one key. The caller
@@ -52,7 +53,9 @@ def indexer_kl(
     Gradients: of q_TJI, k_SI and w_TJ: ``d score = (π - p) · d kl``. None reaches q_THE and kv_SE, the target is
         detached here. Rows outside of A, NaN included, reach neither values nor gradients. A NaN inside of A makes
         that query's value NaN and gives no gradient; other queries are left alone.
-    Cost: that of `index_scores` and of dense attention's weights over the same keys; holds them for backward.
+        Once: a second derivative and forward mode are refused.
+    Cost: that of `index_scores` and of dense attention's weights over the same keys, both again for gradients: only
+        the inputs are kept. Memory of a tile.
     Source: DeepSeek-V3.2-Exp report (2025), eq. 3 and 4.
     """
     count = q_TJI.shape[0]

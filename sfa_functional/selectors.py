@@ -202,13 +202,13 @@ def quantized_indexer(
 
         def score(queries: slice, low: int, high: int) -> Tensor:
             q = quantize_index(index_q[queries], dtype=dtype, hadamard=hadamard, scales=scales, floor=floor)
-            tiles = []
+            scores = []
             for keys in tiles.key_tiles((low, high)):
                 k_kI, known_k = tiles.key_tile(index_k, keys, row_S)
                 k_tile = quantize_index(k_kI, dtype=dtype, hadamard=hadamard, scales=scales, floor=floor)
                 score_tk = quantized_index_scores(q, k_tile, weight_TJ[queries])
-                tiles.append(score_tk if known_k is None else torch.where(known_k, score_tk, torch.nan))
-            return torch.cat(tiles, dim=-1)
+                scores.append(score_tk if known_k is None else torch.where(known_k, score_tk, torch.nan))
+            return torch.cat(scores, dim=-1)
 
         num_keys = index_k.shape[0] if row_S is None else row_S.shape[0]
         heads = -(-index_q.shape[1] * tiles.KEY_TILE // max(1, num_keys))  # a tile of keys is held per head

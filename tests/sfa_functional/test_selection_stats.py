@@ -147,7 +147,7 @@ class TestOracle:
     @pytest.mark.parametrize("tile", [1, 60, 200, 1000])
     def test_tiles_of_any_size(self, monkeypatch, tile):
         problem = make("ragged")
-        monkeypatch.setattr(blockwise, "TILE_VALUES", tile)
+        monkeypatch.setattr(tiles, "TILE_VALUES", tile)
         assert_sums(measure(problem), exact(problem))
 
     def test_a_distance_counts_from_the_last_visible_key(self):
@@ -530,7 +530,7 @@ class TestMemory:
         assert memory.peak < 2048 * 2048 * 4 * 4 / 2  # half of one float32 tensor [T, S, 4]
 
     def test_more_queries_need_no_more_memory_than_their_own_values(self, monkeypatch):
-        monkeypatch.setattr(blockwise, "TILE_VALUES", 2**17)
+        monkeypatch.setattr(tiles, "TILE_VALUES", 2**17)
         peaks = []
         for tokens in (512, 1024):
             problem = _long(tokens, 1024)
