@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: setup eval test test-all npu-drift lint format checkpoint clean
+.PHONY: setup eval test test-all npu-drift lint format checkpoint clean bench
 
 setup: $(READY)
 
@@ -33,6 +33,10 @@ npu-drift: setup
 	test -n "$$(ls build/torch_npu/*.whl 2>/dev/null)" || $(BIN)/python -m pip download --quiet --disable-pip-version-check --no-deps --dest build/torch_npu torch_npu==2.13.0
 	$(BIN)/python -m zipfile -e build/torch_npu/*.whl build/torch_npu/unzipped
 	$(BIN)/python -m pytest tests/sfa_functional/test_npu_drift.py --torch-npu-wheel build/torch_npu/unzipped -rs
+
+# how near the machine's limit; some rows take minutes, `tests/benchmarks/run.py --quick` leaves them out
+bench: setup
+	$(BIN)/python tests/benchmarks/run.py
 
 lint: setup
 	$(BIN)/ruff check .

@@ -55,18 +55,25 @@ def tile_scores(q_tJI: Tensor, k_SI: Tensor, w_tJ: Tensor, span: tuple[int, int]
         score_tk = (w_t1J @ heads_nk.relu_().unflatten(0, (queries, heads)))[:, 0]
         score_tk = score_tk if lost_k is None else score_tk.masked_fill_(lost_k, torch.nan)
         score_ts[:, keys.start - span[0] : keys.stop - span[0]] = score_tk
+        del heads_nk  # the next run finds its memory still in the cache
     return score_ts
 
 
 def choose(score_ts: Tensor, start_t: Tensor, end_t: Tensor, *, k: int) -> Tensor:
-    """Choose as `select_topk` does; quickly on a CPU where all queries see more than k keys and none tie at the cut."""
-    if score_ts.device.type == "cpu" and k < score_ts.shape[1]:
-        visible_ts = visible(torch.arange(score_ts.shape[1]), start_t, end_t)
-        rank_ts = score_ts.masked_fill(~visible_ts | score_ts.isnan(), -torch.inf)
-        kth_t1 = rank_ts.topk(k, dim=-1, sorted=False).values.amin(-1, keepdim=True)
-        best_ts = rank_ts >= kth_t1
-        if bool((kth_t1 > -torch.inf).all() & (best_ts.sum(-1) == k).all() & (end_t - start_t > k).all()):
-            return best_ts.nonzero()[:, 1].unflatten(0, (-1, k))
+    """Choose as `select_topk` does, for ranges within the tile; quickly on a CPU where no tie has to be broken.
+
+    That is where all queries see more than k keys and exactly k scores reach the k-th highest. A NaN ranks first in
+    ``topk``, so its smallest value tells of one. Scores of keys that not all queries see are overwritten.
+    """
+    if score_ts.device.type == "cpu" and score_ts.numel() and bool((end_t - start_t > k).all()):
+        low, high = int(start_t.amax()), int(end_t.amin())
+        for edge in (slice(0, low), slice(high, None)):  # the rest is visible to all
+            seen_ts = visible(torch.arange(score_ts.shape[1])[edge], start_t, end_t)
+            score_ts[:, edge].masked_fill_(~seen_ts, -torch.inf)
+        kth_t1 = score_ts.topk(k, dim=-1, sorted=False).values.amin(-1, keepdim=True)
+        best_n2 = (score_ts >= kth_t1).nonzero()
+        if len(best_n2) == k * len(score_ts) and bool((kth_t1 > -torch.inf).all()):
+            return best_n2[:, 1].unflatten(0, (-1, k))
     return select_topk(score_ts, start_t, end_t, k=k)
 
 

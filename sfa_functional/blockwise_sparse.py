@@ -167,6 +167,6 @@ def _logits(
 
 
 def _weights(z_tHK: Tensor, hidden_tK: Tensor | None) -> Tensor:
-    """Turn logits into their softmax, 0 for hidden entries. One call takes a quarter of the time of its steps."""
+    """Turn logits into their softmax, 0 for hidden entries."""
     p_tHK = torch.softmax(z_tHK, dim=-1, out=z_tHK)
     return p_tHK if hidden_tK is None else p_tHK.masked_fill_(hidden_tK[:, None], 0)

@@ -71,10 +71,15 @@ def seconds(*functions: Callable[[], Any], turns: int = 5) -> list[float]:
     return best
 
 
-def matmul_rate(dtype: torch.dtype) -> Callable[[], Any]:
-    """Return a product of two square matrices, 2·n³ FLOPs."""
-    a, b = torch.randn(2, square(dtype), square(dtype)).to(dtype)
-    return lambda: a @ b
+def square_products(dtype: torch.dtype, flops: float) -> tuple[Callable[[], Any], float]:
+    """Return products of two square matrices, and their FLOPs.
+
+    About as many as what they are compared with: a short run finds a quiet moment more easily than a long one.
+    """
+    side = square(dtype)
+    a, b = torch.randn(2, side, side).to(dtype)
+    count = max(1, round(flops / (2 * side**3))) if dtype == torch.float32 else 1
+    return lambda: [a @ b for _ in range(count)], 2 * side**3 * count
 
 
 def square(dtype: torch.dtype) -> int:
@@ -113,13 +118,14 @@ def sparse_attention(heads: int, dtype: torch.dtype, at_least: float) -> Iterato
             _ = p_HK @ rows_KE[:, :L]
 
     turns = 5 if dtype == torch.float32 else 1
+    flops = 2 * len(q_THE) * heads * K * (E + L)
+    squares, square_flops = square_products(dtype, flops)
     bare, ours, square_time = seconds(
-        products, lambda: sfa.sparse_attention(q_THE, kv_SE, topk_TK, **named), matmul_rate(dtype), turns=turns
+        products, lambda: sfa.sparse_attention(q_THE, kv_SE, topk_TK, **named), squares, turns=turns
     )
     name = f"sparse attention H={heads} {str(dtype)[6:]}"
     yield Row(name, "time of the two products over ours", bare / ours, at_least)
-    rate = 2 * len(q_THE) * heads * K * (E + L) / ours
-    yield Row(name, "rate over square matmul", rate / (2 * square(dtype) ** 3 / square_time))
+    yield Row(name, "rate over square matmul", (flops / ours) / (square_flops / square_time))
 
 
 def backward() -> Iterator[Row]:
@@ -159,12 +165,13 @@ def indexer(keys: int, dtype: torch.dtype, at_least: float) -> Iterator[Row]:
     overlap = sfa.selection_overlap(got_TK[:2], want_TK).min()
     assert overlap > (0.999 if dtype == torch.float32 else 0.997), f"overlap {overlap}"
     turns = 3 if dtype == torch.float32 else 1
+    flops = 2 * queries * keys * heads * width
+    squares, square_flops = square_products(dtype, flops)
     ours, square_time = seconds(
-        lambda: sfa.lightning_indexer(q_TJI, k_SI, w_TJ, start_T, end_T, k=K), matmul_rate(dtype), turns=turns
+        lambda: sfa.lightning_indexer(q_TJI, k_SI, w_TJ, start_T, end_T, k=K), squares, turns=turns
     )
-    rate = 2 * queries * keys * heads * width / ours
     name = f"indexer and top-k S={keys // 1024}K {str(dtype)[6:]}"
-    yield Row(name, "rate over square matmul", rate / (2 * square(dtype) ** 3 / square_time), at_least)
+    yield Row(name, "rate over square matmul", (flops / ours) / (square_flops / square_time), at_least)
 
 
 def decode_pairs() -> Iterator[Row]:
