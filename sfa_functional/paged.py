@@ -410,4 +410,5 @@ def writes(pool: Tensor, rows: Tensor, slot_T: Tensor) -> tuple[Tensor, Tensor]:
     spare_row = torch.where(any_valid, rows.index_select(0, first), pool[:1]).detach()
     slots = torch.where(valid, slot_T, spare_slot).long()
     values = torch.where(valid[:, None], rows, spare_row)
-    return slots, torch.cat([torch.where(any_valid, values[:1], pool[:1]), values[1:]])
+    values[:1] = torch.where(any_valid, values[:1], pool[:1])
+    return slots, values
