@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from .paged import SplitRows, fetch_rows, num_rows
+from .paged import SplitRows, fetch_rows, gather_rows, num_rows
 
 WORKSPACE = 64 << 20
 """Bytes of temporary tensors that a function may hold unless its ``workspace_bytes`` says otherwise."""
@@ -29,9 +29,19 @@ def queries_per_step(bytes_per_query: int, device: torch.device, workspace_bytes
     return max(1, step // max(1, bytes_per_query))
 
 
+def keys_per_run(rows: int, width: int, itemsize: int) -> int:
+    """Return how many keys a product of ``rows`` queries and heads reads: `KEY_TILE`, more where these are few."""
+    return max(KEY_TILE, CPU_STEP // (itemsize * max(1, rows, width)))
+
+
 def may_hold(mask: Tensor) -> bool:
-    """Say whether a mask may hold a True: looked up on a CPU, taken for granted where looking would wait."""
-    return mask.device.type != "cpu" or bool(mask.any())
+    """Say whether a mask may hold a True: looked up on a CPU, taken for granted where looking would wait or can't."""
+    if mask.device.type != "cpu" or torch.compiler.is_compiling():
+        return True
+    try:
+        return bool(mask.any())
+    except RuntimeError:  # inside vmap
+        return True
 
 
 def finite_rows(rows: Tensor) -> Tensor:
@@ -49,7 +59,10 @@ def key_tile(rows: Tensor | SplitRows, keys: slice, row_S: Tensor | None) -> tup
     if row_S is None:
         return fetch_rows(rows, keys), None
     index_k = row_S[keys]
-    return fetch_rows(rows, index_k), (index_k >= 0) & (index_k < num_rows(rows))
+    known_k = (index_k >= 0) & (index_k < num_rows(rows))
+    if not may_hold(~known_k):
+        return gather_rows(rows, index_k), None
+    return fetch_rows(rows, index_k), known_k
 
 
 def visible_tile(
@@ -74,10 +87,11 @@ def visible_tile(
     return rows_kE, hidden_tk if may_hold(hidden_tk) else None, spoiled_t
 
 
-def key_tiles(span: tuple[int, int]) -> Iterator[slice]:
-    """Cut a span of key rows into runs of at most `KEY_TILE`."""
-    for low in range(*span, KEY_TILE):
-        yield slice(low, min(low + KEY_TILE, span[1]))
+def key_tiles(span: tuple[int, int], length: int | None = None) -> Iterator[slice]:
+    """Cut a span of key rows into runs of at most ``length``; None is `KEY_TILE`."""
+    length = KEY_TILE if length is None else length
+    for low in range(*span, length):
+        yield slice(low, min(low + length, span[1]))
 
 
 def query_tiles(start_T: Tensor, end_T: Tensor, num_keys: int, limit: int) -> Iterator[tuple[slice, tuple[int, int]]]:

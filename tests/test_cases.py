@@ -387,6 +387,7 @@ def test_lightning_indexer_selects_the_same_whatever_the_size_of_its_tiles(monke
     want_TK = sfa.lightning_indexer(q_TJI, k_SI, w_TJ, batch.start_T, batch.end_T, k=5, implementation="reference")
 
     monkeypatch.setattr(tiles, "KEY_TILE", key_tile)
+    monkeypatch.setattr(tiles, "CPU_STEP", workspace)
 
     inputs = q_TJI, k_SI, w_TJ, batch.start_T, batch.end_T
     assert torch.equal(sfa.lightning_indexer(*inputs, k=5, workspace_bytes=workspace), want_TK)

@@ -43,6 +43,7 @@ def test_results_do_not_depend_on_the_size_of_tiles(monkeypatch, workspace, key_
     want, want_chosen = _everything(row_S, topk_TK, start_T, end_T)
     monkeypatch.setattr(tiles, "TILE_VALUES", max(1, workspace // 8))
     monkeypatch.setattr(tiles, "KEY_TILE", key_tile)
+    monkeypatch.setattr(tiles, "CPU_STEP", workspace)
     got, got_chosen = _everything(row_S, topk_TK, start_T, end_T, workspace_bytes=workspace)
     for a, b in zip(got, want, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-11)
