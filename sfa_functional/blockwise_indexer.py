@@ -46,7 +46,8 @@ def tile_scores(q_tJI: Tensor, k_SI: Tensor, w_tJ: Tensor, span: tuple[int, int]
     queries, heads, _ = q_tJI.shape
     score_ts = torch.empty(queries, span[1] - span[0], dtype=wide(q_tJI.dtype), device=q_tJI.device)
     q_nI, w_t1J = q_tJI.flatten(0, 1).to(product_dtype(q_tJI)), w_tJ[:, None].to(score_ts.dtype)
-    for keys in key_tiles(span, keys_per_run(*q_nI.shape, score_ts.dtype.itemsize)):
+    run = keys_per_run(queries * heads, k_SI.shape[1], score_ts.dtype.itemsize)
+    for keys in key_tiles(span, run):
         k_kI, known_k = key_tile(k_SI, keys, row_S)
         heads_nk = product(q_nI, k_kI.mT)
         lost_k = None if known_k is None else ~known_k
