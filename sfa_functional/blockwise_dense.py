@@ -74,7 +74,7 @@ def dense_attention_backward(
     for queries, span in _tiles(q_THE, kv, start_T, end_T, row_S, workspace_bytes):
         start_t, end_t, lse_tH = start_T[queries], end_T[queries], lse_TH[queries]
         q_tHE, d_out_tHL = (x[queries].to(product_dtype(q_THE)) for x in (q_THE, d_out_THL))
-        dot_tH = (d_out_tHL * out_THL[queries]).sum(-1, dtype=lse_tH.dtype) - d_lse_TH[queries]
+        dot_tH = (d_out_tHL.to(lse_tH.dtype) * out_THL[queries]).sum(-1) - d_lse_TH[queries]
         dead_t = lse_tH[:, 0] == -torch.inf  # has no key, or one that is not finite, and gives no gradient
         if may_hold(lse_tH.isnan()):
             dead_t |= _spoiled(kv, start_t, end_t, span, row_S)
