@@ -8,7 +8,8 @@ from typing import NamedTuple, get_args
 import torch
 from torch import Tensor
 
-from sfa_functional import SFAConfig
+from sfa_functional import SFAConfig, cache_bytes
+from sfa_functional.packed import CacheFormat
 from sfa_functional.params import param_shapes
 from sfa_functional.precision import require, require_lengths, wide
 
@@ -135,6 +136,7 @@ def estimate(
     seq_lens: Sequence[int] | Tensor | None = None,
     block_size: int | None = None,
     dtype: torch.dtype = torch.bfloat16,
+    cache_format: CacheFormat | None = None,
     tile: int | None = TILE,
 ) -> Estimate:
     """Count what one forward pass of a model's attention layers costs every rank of a mesh, without running it.
@@ -159,6 +161,7 @@ def estimate(
         seq_lens: context + new tokens of each request; context lies in a cache that every rank has whole.
         block_size: rows of a cache's page, for a cache that holds every request; None is no cache.
         dtype: of activations, matrices and cache; norm weights are float32.
+        cache_format: of latents and index keys in the cache, where it is another: `sfa_functional.cache_bytes`.
         tile: queries of one request that are scored together, against all keys that any of them sees; None: each
             row against all key rows, as the reference does. Enters ``computed`` alone.
 
@@ -206,6 +209,7 @@ def estimate(
         prefetch=prefetch,
         dtype=dtype,
         machine=EXAMPLE_MACHINE if machine is None else machine,
+        cache_format=cache_format,
         cache_rows=0 if block_size is None else sum(-(-s // block_size) for s in total) * block_size,
         needed=[needed_pairs(visible_T[index], k=k) for index in index_N],
         computed=[computed_pairs(visible_T[index], request_T[index], tile=tile, **sizes) for index in index_N],
@@ -300,6 +304,7 @@ class _Problem:
     prefetch: int
     dtype: torch.dtype
     machine: Machine
+    cache_format: CacheFormat | None
     cache_rows: int
     needed: list[Pairs]
     computed: list[Pairs]
@@ -357,12 +362,16 @@ def _resident(problem: _Problem, place: int) -> Resident:
         if problem.weights == "exchanged":
             shapes["o_proj"] = (shapes["o_proj"][0], shapes["o_proj"][1] // size)
         weights += layer_bytes(shapes, dtype)
-    indexers = config.indexer_types.count("full")
-    cache = problem.cache_rows * (config.num_layers * config.key_width + indexers * config.index_head_dim)
+    if problem.cache_format is None:
+        indexers = config.indexer_types.count("full")
+        row = (config.num_layers * config.key_width + indexers * config.index_head_dim) * dtype.itemsize
+    else:
+        kind = problem.cache_format
+        row = sum(sum(cache_bytes(config, kv=kind, index=kind, layer=layer)) for layer in range(config.num_layers))
     return Resident(
         weights=weights,
         ring=slots * min(problem.prefetch + 1, config.num_layers),
-        cache=cache * dtype.itemsize,
+        cache=problem.cache_rows * row,
         workspace=_workspace(problem),
     )
 

@@ -325,6 +325,17 @@ def test_operations_of_the_default_kernels_are_within_a_hundredth_of_the_estimat
     assert computed(got) == pytest.approx(want, rel=0.01)
 
 
+def test_a_cache_of_eight_bits_takes_the_bytes_of_its_rows():
+    """656 bytes a latent and 132 an index key at V3.2's sizes; GLM-5.2 has 21 layers with index keys of 78."""
+    named = {"seq_lens": [1000, 130], "block_size": 64}
+    rows = (16 + 3) * 64
+    for config, want in ((sfa.DEEPSEEK_V32, 61 * (656 + 132)), (sfa.GLM_52, 78 * 656 + 21 * 132)):
+        got = estimate(config, [1, 1], MeshShape(cp=2), cache_format="fp8", **named)
+        assert [rank.resident.cache for rank in got.ranks] == [rows * want] * 2
+    plain = estimate(sfa.DEEPSEEK_V32, [1, 1], MeshShape(cp=2), cache_format="bfloat16", **named)
+    assert plain.ranks[0].resident == estimate(sfa.DEEPSEEK_V32, [1, 1], MeshShape(cp=2), **named).ranks[0].resident
+
+
 def test_parts_add_up_to_the_flops_of_tokens():
     lengths, seq_lens = [700, 3000, 0, 41], [700, 5000, 9, 41]
     split = split_tokens(lengths, 5, layout="zigzag", seq_lens=seq_lens)
