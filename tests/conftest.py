@@ -12,7 +12,7 @@ import torch
 if "SFA_UNCHECKED" not in os.environ:
     jaxtyping.install_import_hook(["sfa_functional", "sharding", "weights"], "beartype.beartype")
 
-from sfa_functional import precision  # noqa: E402 (under the hook)
+from sfa_functional import precision
 
 
 def pytest_addoption(parser):
@@ -29,7 +29,7 @@ def _one_seed():
 
 @pytest.fixture(scope="session", autouse=True)
 def _wide_products():
-    """Take bfloat16's products in float32 on every CPU, so that one tolerance holds; test_operators looks at the others."""
+    """Take bfloat16's products in float32 on every CPU, so that one tolerance holds; test_operators has the others."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(precision, "_multiplies_bfloat16", lambda device: False)
         yield
