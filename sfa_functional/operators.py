@@ -17,6 +17,8 @@ from .paged import Rows, SplitRows
 from .precision import wide, without_autocast
 
 LIBRARY = torch.library.Library("sfa_functional", "FRAGMENT")
+PLAIN: dict[Any, Callable[..., Any]] = {}
+"""The plain function behind each operator: modes that count operations or watch calls don't see inside of one."""
 
 
 def one_by_one(call: Callable[..., Any]) -> Callable[..., Any]:
@@ -52,6 +54,7 @@ def operator(schema: str, run: Callable[..., Any], shapes: Callable[..., Any]) -
 
     LIBRARY.define(schema)
     overload = getattr(torch.ops.sfa_functional, name).default
+    PLAIN[overload] = without_casts
     LIBRARY.impl(name, without_casts, "CompositeExplicitAutograd")
     LIBRARY.impl(name, never_a_constant, "Autograd")
     torch.library.register_fake(f"sfa_functional::{name}", shapes, lib=LIBRARY)

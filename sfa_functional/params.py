@@ -143,7 +143,7 @@ def named_fields(params: LayerParams) -> Iterator[tuple[str, Tensor]]:
         if isinstance(value, IndexerParams):
             for inner in fields(IndexerParams):
                 yield f"indexer.{inner.name}", getattr(value, inner.name)
-        elif isinstance(value, Tensor):
+        elif value is not None and field.name != "prolog":  # made of the others
             yield field.name, value
 
 

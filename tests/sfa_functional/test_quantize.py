@@ -7,6 +7,7 @@ import torch
 from torch.utils._pytree import tree_map
 
 import sfa_functional as sfa
+from sfa_functional import tiles
 from sfa_functional.quantize import (
     AMAX_FLOOR,
     FLASH_MLA_FLOOR,
@@ -246,7 +247,7 @@ def test_recall_of_2048_of_16k_keys(dtype, hadamard, outliers, least):
 @pytest.mark.parametrize("hadamard", [False, True])
 @pytest.mark.parametrize("dtype", QUANTIZE)
 def test_the_selector_is_topk_of_the_scores_on_codes(dtype, hadamard, pooled, monkeypatch):
-    monkeypatch.setattr(sfa.blockwise, "KEY_TILE", 16)  # several tiles
+    monkeypatch.setattr(tiles, "KEY_TILE", 16)  # several tiles
     q_TJI, k_SI, w_TJ = _index(queries=7)
     start_T, end_T = torch.tensor([0, 0, 20, 20, 20, 50, 60]), torch.tensor([1, 40, 60, 31, 25, 50, 60])
     row_S = torch.randperm(60) if pooled else None

@@ -8,6 +8,8 @@ from torch.nn.functional import linear
 from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
+from sfa_functional.operators import PLAIN
+
 PRODUCTS = {
     linear,
     torch.matmul,
@@ -22,27 +24,28 @@ PRODUCTS = {
     torch.Tensor.__matmul__,
     torch.Tensor.__rmatmul__,
 }
-DEPTH = 4  # a mode is off while an op that it saw runs: one for each op inside of another
 
 
 class ProductCounter(ExitStack):
     """Adds up the operations of all products called from Python while it is entered, in this thread.
 
-    ``FlopCounterMode`` alone sees the ops that reach the dispatcher from outside, and nothing of a product that the
-    Python kernel of a custom op calls. This counts calls, each with ``FlopCounterMode``. Neither sees products in
-    compiled or C++ kernels, nor what is no product: norms, rope, softmax, selections.
+    ``FlopCounterMode`` alone sees the ops that reach the dispatcher from outside, and nothing of a product inside of
+    one of the library's own operators. This counts calls, each with ``FlopCounterMode``, and calls the plain function
+    behind an operator in its place. Neither sees what is no product: norms, rope, softmax, selections.
     """
 
     flops = 0
 
     def __enter__(self) -> "ProductCounter":
         self._inside = False
-        for _ in range(DEPTH):
-            self.enter_context(_Watch(self))
+        self.enter_context(_Watch(self))
         return self
 
     def call(self, function: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
         """Call a function, counting it if it is a product that is not part of another one."""
+        if function in PLAIN:
+            with _Watch(self):  # a mode is off while it handles a call: another one sees what is inside
+                return PLAIN[function](*args, **named)
         if self._inside or function not in PRODUCTS:
             return function(*args, **named)
         self._inside = True

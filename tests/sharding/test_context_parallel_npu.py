@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 import sfa_functional as sfa
 import sharding.context_parallel as code
+from sfa_functional.operators import PLAIN
 from sharding import (
     CacheSplit,
     MeshShape,
@@ -262,6 +263,9 @@ class _NoWaiting(TorchFunctionMode):
     paused = threading.local()
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
+        if function in PLAIN:
+            with _NoWaiting():  # a mode is off while it handles a call: another one sees what is inside
+                return PLAIN[function](*args, **(kwargs or {}))
         if function.__name__ in WAITING and not getattr(self.paused, "on", False):
             raise AssertionError(f"{function.__name__} waits for the device")
         masks = [x for x in tree_leaves(args[1:]) if isinstance(x, torch.Tensor) and x.dtype == torch.bool]
