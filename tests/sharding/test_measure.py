@@ -1,7 +1,5 @@
 """A miniature keeps the shares of the work, and measuring gives each rank the time of its own work."""
 
-import os
-
 import pytest
 import torch
 
@@ -122,7 +120,7 @@ def test_threads_of_the_caller_and_random_numbers_are_left_alone():
     assert torch.get_num_threads() == threads
 
 
-@pytest.mark.skipif("SFA_ALL" not in os.environ, reason="takes the time of a machine that should be at rest")
+@pytest.mark.everything  # takes the time of a machine that should be at rest
 def test_seconds_measured_agree_with_the_imbalance_predicted_to_a_tenth():
     lengths = [65536, *[4096] * 8]
     problems = {name: miniature(V32, lengths, split_tokens(lengths, 16, layout=name, config=V32)) for name in LAYOUTS}

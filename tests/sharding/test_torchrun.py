@@ -18,8 +18,6 @@ import pytest
 ROOT = Path(__file__).parents[2]
 LIMIT = 300.0
 
-everything = pytest.mark.skipif(os.environ.get("SFA_ALL") != "1", reason="SFA_ALL=1 runs it")
-
 
 def torchrun(size: int, script: str, tmp_path: Path) -> tuple[int, list[tuple[str, str]]]:
     """Run a script on so many ranks; return the exit code and each rank's stdout and stderr. Nothing may be left."""
@@ -54,7 +52,7 @@ def cell() -> str:
     return found
 
 
-@pytest.mark.parametrize("size", [pytest.param(2, marks=everything), 4])
+@pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.everything), 4])
 def test_the_notebook_cell_prints_the_same_under_torchrun(size, tmp_path):
     """No line is changed but the mesh."""
     line, imagined = "mesh = sharding.{}\n", f"simulated_mesh(MeshShape(cp={size}))"
@@ -83,7 +81,7 @@ for place in PLACES:
 """
 
 
-@everything
+@pytest.mark.everything
 @pytest.mark.parametrize("size", [2, 4])
 def test_tests_of_simulated_ranks_pass_under_torchrun(size, tmp_path):
     code, outputs = torchrun(size, SAMPLE.format(size=size), tmp_path)
@@ -113,7 +111,7 @@ finally:
 """
 
 
-@everything
+@pytest.mark.everything
 @pytest.mark.parametrize("fault", ["raise ValueError('no luck')", "os.kill(os.getpid(), signal.SIGKILL)"])
 def test_a_fault_ends_all_ranks_and_torchrun(fault, tmp_path):
     """Who raises is named; who is killed is torchrun's to report, which ends the others with SIGTERM."""
