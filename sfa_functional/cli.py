@@ -120,6 +120,9 @@ def evaluate_checkpoint(args: argparse.Namespace) -> None:
     _require(2 <= context <= longest, "--context", f"must be in 2..{longest}, the model's most", context)
     topks = list(dict.fromkeys(args.topk or [max(1, context // part) for part in (16, 8, 4)]))
     _require(args.rows is None or args.rows >= 1, "--rows", "must be >= 1", args.rows)
+    if args.plot is not None:
+        report.require_matplotlib()
+        _require(args.plot != args.json, "--plot", "must be another file than that of --json", args.plot)
     names = report.names_at(
         topks,
         args.select,
@@ -144,10 +147,10 @@ def evaluate_checkpoint(args: argparse.Namespace) -> None:
         result = {"checkpoint": str(args.checkpoint), "dtype": args.dtype} | result
         for title, table in _tables(result):
             console.print(title, table, sep="\n", highlight=False)
-        if picture is not None:
-            report.plot_report(picture, result)
         if out is not None:
             out.write_text(json.dumps(result, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+        if picture is not None:
+            report.plot_report(picture, result)
 
 
 def _measure(
@@ -235,7 +238,7 @@ def _tables(result: dict[str, Any]) -> list[tuple[str, Table]]:
     same.add_row("seconds in attention layers, ours", f"{result['seconds']['ours']:.2f}")
     same.add_row("seconds in attention layers, transformers", f"{result['seconds']['transformers']:.2f}")
     name = Path(result["checkpoint"]).name
-    sampled = "" if result["rows"] is None else f", {result['rows']} queries per layer and batch measured"
+    sampled = "" if result["rows"] is None else f"\nqueries measured per layer and batch: {result['rows']}"
     title = f"{name}, {result['tokens']} tokens in windows of {result['context']}, {result['dtype']}{sampled}"
     first, *others = report.selector_tables(result["selectors"], result["perplexity_dense"])
     masses = report.mass_tables("Attention mass kept by the indexer/by the best k keys", result["layers"])

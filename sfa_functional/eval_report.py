@@ -1,7 +1,7 @@
 """What ``sfa eval`` shows: selectors by name, tables for 80 columns, and a picture of mass, recall and perplexity."""
 
 import importlib
-import math
+import importlib.util
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,6 +16,7 @@ from .evaluate_model import ModelStats
 from .implementation import Implementation
 from .packed import packed_attention
 from .precision import require
+from .selection_stats import SelectionStats
 from .selectors import Selector, best_keys, block_topk, quantized_indexer, random_keys, window
 
 INDEXER, UNTRAINED = "indexer", "untrained"
@@ -91,7 +92,7 @@ def named_run(name: str, config: SFAConfig) -> Run:
         case "random" if not rest:
             return Run(random_keys(torch.Generator().manual_seed(0)))
         case "block":
-            known = rest.isascii() and rest.isdigit() and int(rest[:9]) >= 1
+            known = rest.isascii() and rest.isdigit() and len(rest) < 10 and int(rest) >= 1
             require(known, "--select", "a block must have its number of keys, as in block:16", name)
             return Run(block_topk(int(rest)))
         case "indexer" | "hadamard" | "kv":
@@ -99,10 +100,15 @@ def named_run(name: str, config: SFAConfig) -> Run:
             code: Any = rest
             if head == "kv":
                 return Run(implementation=packed_attention(dtype=code))
-            return Run(quantized_indexer(code, hadamard=head == "hadamard"), other=block_topk(1))
+            return Run(quantized_indexer(code, hadamard=head == "hadamard"), other=_unrounded)
     rule = "must be indexer, best, window, random, untrained, block:N or module:function"
     require(bool(rest), "--select", rule, name)
     return Run(_imported(name, head, rest))
+
+
+def _unrounded(**compared: Any) -> Any:
+    """Choose as the indexer does on what was not rounded; a layer that shares a selection has nothing to compare."""
+    return None if compared["q_TJI"] is None else block_topk(1)(**compared)
 
 
 def _imported(name: str, module: str, function: str) -> Selector:
@@ -110,13 +116,20 @@ def _imported(name: str, module: str, function: str) -> Selector:
     sys.path.insert(0, str(Path.cwd()))
     try:
         found = getattr(importlib.import_module(module), function, None)
-    except Exception as error:  # whatever the user's module does when it is imported
+    except (Exception, SystemExit) as error:  # whatever the user's module does when it is imported
         raise ValueError(f"--select: {name} must be importable; got {type(error).__name__}: {error}") from error
     finally:
         sys.path[:] = before
     if not callable(found):
         raise ValueError(f"--select: {name} must be a function of its module; got {type(found).__name__}")
-    return found
+
+    def select(**compared: Any) -> Any:
+        try:
+            return found(**compared)
+        except Exception as error:
+            raise ValueError(f"--select: {name} must run; got {type(error).__name__}: {error}") from error
+
+    return select
 
 
 def shares(stats: ModelStats) -> dict[str, Any]:
@@ -126,21 +139,20 @@ def shares(stats: ModelStats) -> dict[str, Any]:
     """
     return {
         "perplexity": stats.perplexity,
-        **_metrics(stats.all_layers.mean),
-        "layers": [_metrics(part.mean) for part in stats.layers.values()],
+        **_metrics(stats.all_layers),
+        "layers": [_metrics(part) for part in stats.layers.values()],
     }
 
 
-def _metrics(mean: Any) -> dict[str, float]:
-    found = {}
+def _metrics(stats: SelectionStats) -> dict[str, float]:
+    defined, found = stats.means(), {}
     for metric in COLUMNS:
-        value, error = mean(metric)
-        if math.isnan(value) and metric not in ("kl", "overlap"):
-            value, error = 1.0, 0.0
-        if not math.isnan(value):
-            found[metric] = value
-        if error > 0:
-            found[f"{metric}_standard_error"] = error
+        if metric in defined:
+            found[metric], error = stats.mean(metric)
+            if error > 0:
+                found[f"{metric}_standard_error"] = error
+        elif metric in ("mass", "best_mass", "recall"):
+            found[metric] = 1.0
     return found
 
 
@@ -187,6 +199,12 @@ def plain_table(*headings: str) -> Table:
     return table
 
 
+def require_matplotlib() -> None:
+    """Refuse to draw where matplotlib is not installed."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ValueError("--plot: matplotlib must be installed: pip install 'sfa-functional[plot]'; got none")
+
+
 def plot_report(path: Path, result: Mapping[str, Any]) -> None:
     """Draw mass kept and recall over k by layer, and perplexity over k by selector, into one PNG.
 
@@ -197,13 +215,10 @@ def plot_report(path: Path, result: Mapping[str, Any]) -> None:
     Raises:
         ValueError: matplotlib is not installed.
     """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ValueError(
-            f"--plot: matplotlib must be installed: pip install 'sfa-functional[plot]'; got {error}"
-        ) from None
+    require_matplotlib()
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
     selectors = result["selectors"]
     ks = [int(k) for k in selectors]
     names = list(dict.fromkeys(name for runs in selectors.values() for name in runs))

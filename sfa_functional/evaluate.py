@@ -1,7 +1,7 @@
 """How far two tensors are apart, and what a layer's selection keeps of dense attention."""
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float, Int32
@@ -81,7 +81,8 @@ def evaluate_layer(
         k: keys that a query chooses, >= 1, in place of ``config.index_topk``.
         select: how to choose; None is the lightning indexer.
         selection: positions chosen already, as `sfa_layer` returned them: what a layer without an indexer needs.
-        other: another selector, or positions chosen by one: for the metric ``overlap``.
+        other: another selector, or positions chosen by one: for the metric ``overlap``. A selector that returns None
+            for a layer leaves it undefined there.
         rope: cos and sin to use instead of ``rope_cos_sin(batch.position_T, config)``.
         rows: queries to measure, of those that see more than k keys; None is all.
         generator: draws them, on the CPU; None is a new one with seed 0.
@@ -124,18 +125,22 @@ def evaluate_layer(
             )
         start_n, end_n = start_T[index], end_T[index]
 
-        def choose(how: Selector | None) -> Tensor:
+        def choose(how: Selector | None) -> Tensor | None:
             if how is None:
                 assert scored is not None  # check_layer has seen to it
                 return lightning_indexer(*scored, start_n, end_n, k=k)
             compared = dict.fromkeys(Scored._fields) if scored is None else scored._asdict()
-            topk_nK = how(**compared, q_THE=q_nHE, kv_SE=kv_SE, start_T=start_n, end_T=end_n, k=k, row_S=None)
+            topk_nK: Any = how(**compared, q_THE=q_nHE, kv_SE=kv_SE, start_T=start_n, end_T=end_n, k=k, row_S=None)
+            if topk_nK is None:
+                return None
             fits = topk_nK.ndim == 2 and topk_nK.shape[0] == len(index) and topk_nK.dtype == torch.int32
             got = (topk_nK.dtype, tuple(topk_nK.shape))
             require(fits, function, f"a selector must return int32 [{len(index)}, K]", got)
             return topk_nK
 
         topk_nK = choose(select) if selection is None else global_selection(selection, batch)[index]
+        if topk_nK is None:
+            raise ValueError(f"{function}: a selector must return int32 [{len(index)}, K]; got None")
         if isinstance(other, Tensor):
             other = global_selection(other, batch)[index]
         elif other is not None:

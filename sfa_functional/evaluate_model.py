@@ -5,7 +5,7 @@ The model is left as it was: weights, buffers, training flags, hooks, and torch'
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,7 +16,7 @@ from torch.nn.functional import cross_entropy
 from .batch import Batch
 from .config import SFAConfig
 from .evaluate import evaluate_layer
-from .hf import attention_modules, layer_params, module_config, replace_attention
+from .hf import attention_modules, layer_params, module_config, real_tokens, replace_attention
 from .implementation import Implementation
 from .layer import LayerOutput, sfa_layer
 from .params import LayerParams
@@ -92,7 +92,8 @@ def evaluate_model(
         rows: queries to measure per layer and batch, of those that see more than ``topk`` keys; None is all. Exact
             masses cost dense attention; a sample has standard errors.
         layers: numbers of the layers to measure; None is all, none leaves only the loss.
-        generator: draws the rows, on the CPU; None is a new one with seed 0.
+        generator: draws the rows, on the CPU; None is a new one with seed 0. Ranks need seeds of their own: standard
+            errors hold where draws are independent.
         reduce: adds up one vector over ranks, called once, at the end: each rank gives its own batches and gets the
             numbers of all.
         config: sizes and constants of attention to use instead of the live model's (`module_config`).
@@ -113,9 +114,9 @@ def evaluate_model(
     require(rows is None or rows >= 1, "evaluate_model", "rows must be >= 1 or None", rows)
     modules = attention_modules(model)
     number = {id(module): layer for layer, module in enumerate(modules)}
-    measured = range(len(modules)) if layers is None else layers
+    measured = list(range(len(modules)) if layers is None else layers)
     known = all(layer in range(len(modules)) for layer in measured)
-    require(known, "evaluate_model", f"layers must be of 0..{len(modules) - 1}", list(measured))
+    require(known, "evaluate_model", f"layers must be of 0..{len(modules) - 1}", measured)
     config = module_config(modules[0]) if config is None else config
     config = config if topk is None else replace(config, index_topk=topk)
     generator = torch.Generator().manual_seed(0) if generator is None else generator
@@ -140,7 +141,7 @@ def evaluate_model(
             found[layer] = evaluate_layer(
                 params,
                 x_TD,
-                batch,
+                real_tokens(batch),
                 config=config,
                 k=config.index_topk,
                 selection=output.selection_TK,
@@ -151,7 +152,12 @@ def evaluate_model(
             )
         return output
 
-    with _evaluating(model), torch.no_grad(), replace_attention(model, attend, config=config):
+    devices = sorted({p.device.index for p in model.parameters() if p.device.type == "cuda"})
+    with ExitStack() as stack:
+        stack.enter_context(torch.random.fork_rng(devices=devices))  # a DataLoader draws its seed, a selector may too
+        stack.enter_context(_evaluating(model))
+        stack.enter_context(torch.no_grad())
+        stack.enter_context(replace_attention(model, attend, config=config))
         stats: ModelStats | None = None
         for batch in batches:
             found = {}
@@ -177,8 +183,8 @@ def batch_loss(model: nn.Module, batch: TokenBatch) -> tuple[Tensor, Tensor]:
     """
     named = dict(batch) if isinstance(batch, Mapping) else {"input_ids": batch}
     ids, labels = named.get("input_ids"), named.pop("labels", None)
-    fits = isinstance(ids, Tensor) and ids.ndim == 2
-    rule = "a batch must have input_ids [B, T]"
+    fits = isinstance(ids, Tensor) and ids.ndim == 2 and ids.shape[1] >= 1
+    rule = "a batch must have input_ids [B, T], T >= 1"
     require(fits, "evaluate_model", rule, tuple(ids.shape) if isinstance(ids, Tensor) else sorted(named))
     assert isinstance(ids, Tensor)
     if labels is None:
@@ -186,11 +192,13 @@ def batch_loss(model: nn.Module, batch: TokenBatch) -> tuple[Tensor, Tensor]:
         hidden = torch.zeros_like(ids, dtype=torch.bool) if mask is None or mask.ndim != 2 else mask == 0
         labels = ids.masked_fill(hidden, -100)
         labels = torch.where(hidden.roll(1, dims=1), -100, labels)  # nothing stands before a row's first token
-    require(labels.shape == ids.shape, "evaluate_model", f"labels must be {list(ids.shape)}", list(labels.shape))
+    same = isinstance(labels, Tensor) and labels.shape == ids.shape
+    got = list(labels.shape) if isinstance(labels, Tensor) else type(labels).__name__
+    require(same, "evaluate_model", f"labels must be {list(ids.shape)}", got)
     device = next(model.parameters()).device
     named = {name: x.to(device) if isinstance(x, Tensor) else x for name, x in named.items()}
     logits = model(**{**named, "use_cache": False}).logits[:, :-1].flatten(0, 1)
-    target = labels[:, 1:].flatten().to(logits.device)
+    target = labels[:, 1:].flatten().to(logits.device, torch.int64)
     losses = cross_entropy(logits.to(wide(logits.dtype)), target, reduction="none", ignore_index=-100)
     return losses.double().sum(), (target != -100).sum().double()
 

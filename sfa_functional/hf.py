@@ -125,7 +125,8 @@ def use_sfa(
         select: another way to choose keys; None is the lightning indexer.
         implementation: passed on to `sfa_layer`.
         config: sizes and constants to use instead of the live model's (`module_config`).
-        record: takes the `Step` of every layer that chose, in every forward pass. Not for beams, which change rows.
+        record: takes the `Step` of every layer that chose, in every forward pass. Not for beams, which change rows, nor
+            for assisted decoding, whose rejected drafts come again; nothing beside ``replay``.
         replay: what to attend to instead of choosing, `replay_selection` of each layer; of the same requests, in order.
 
     Yields:
@@ -322,6 +323,22 @@ def _forward(
         return y, None
 
     return forward
+
+
+def real_tokens(batch: Batch) -> Batch:
+    """Take the padding behind a sequence for what it is: it sees the sequence before it, but not itself.
+
+    To a layer it does not matter, its results are thrown away; it must not be measured or learnt from.
+    """
+    own_T = batch.key_start_B[batch.request_T.clamp(min=0)] + batch.position_T
+    real_T = (batch.request_T >= 0) & (batch.start_T <= own_T) & (own_T < batch.end_T)
+    return replace(
+        batch,
+        position_T=torch.where(real_T, batch.position_T, -1),
+        request_T=torch.where(real_T, batch.request_T, -1),
+        start_T=torch.where(real_T, batch.start_T, 0),
+        end_T=torch.where(real_T, batch.end_T, 0),
+    )
 
 
 def mask_to_batch(

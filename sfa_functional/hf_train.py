@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from .attention import dense_attention
 from .batch import Batch
 from .config import SFAConfig
-from .hf import attention_modules, layer_params, module_config, replace_attention
+from .hf import attention_modules, layer_params, module_config, real_tokens, replace_attention
 from .implementation import Implementation
 from .latent import latent_output, latent_projections
 from .layer import LayerOutput, sfa_layer
@@ -29,7 +29,8 @@ Stage = Literal["warm-up", "sparse"]
 class IndexerLosses:
     """The divergences of one forward pass, layer by layer; the next pass replaces them. Read them before ``backward``.
 
-    With activation checkpointing the pass runs again in backward, and what is read here then belongs to that.
+    With activation checkpointing the pass runs again in backward, and what is read here then belongs to that. After a
+    pass that failed half way, some layers still hold those of the pass before.
     """
 
     def __init__(self) -> None:
@@ -100,6 +101,8 @@ def train_indexer(
     def attend(
         module: nn.Module, x_TD: Tensor, batch: Batch, rope: tuple[Tensor, Tensor], selection: Tensor | None
     ) -> LayerOutput:
+        rule = "gradients must be possible, also where the model runs without"
+        require(not torch.is_inference_mode_enabled(), "train_indexer", rule, "torch.inference_mode()")
         params, layer = layer_params(module), number[id(module)]
         if stage == "sparse":
             output = sfa_layer(
@@ -118,6 +121,7 @@ def train_indexer(
             )
             nothing = torch.empty(x_TD.shape[0], 0, dtype=torch.int32, device=x_TD.device)
             output = LayerOutput(latent_output(params, out_THL, config=used), nothing, None)
+        batch = real_tokens(batch)
         owner = layer if params.indexer is not None else max((i for i in kept if i < layer), default=-1)
         require(owner >= 0, "train_indexer", f"layer {layer} must have an indexer or follow one", "none")
         with torch.enable_grad():

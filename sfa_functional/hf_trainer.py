@@ -3,11 +3,11 @@
 trainer.add_callback(sfa_callback(trainer.log, batches, topk=64))
 """
 
-import math
 import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 
 from .evaluate_model import Reduce, TokenBatch, evaluate_model
@@ -35,12 +35,14 @@ def sfa_callback(
 
     Logged: ``loss`` and ``perplexity`` with k keys per query; every metric that is defined, over all layers
     (``mass``, ``kl``, ...) and by layer (``layer_0/mass``, ...); standard errors where rows are sampled
-    (``mass_standard_error``); and what it cost: ``seconds``, and ``overhead``, these seconds over the seconds of
-    training since the evaluation before.
+    (``mass_standard_error``); and what it cost: ``seconds``, and ``overhead``, these seconds over those that training
+    steps took since the evaluation before. The numbers go to the log alone, not to the metrics that choose a best
+    model; TensorBoard's and W&B's callbacks put ``train/`` before names that they don't know.
 
     Args:
         log: takes a dict of numbers: ``trainer.log``.
-        batches: token batches that are not trained on; they are gone through at every evaluation.
+        batches: token batches that are not trained on; they are gone through at every evaluation. On many ranks each
+            gives its own, and ``reduce``.
         every: evaluate after every so many optimizer steps, >= 1; None is whenever the trainer evaluates.
         select: as in `evaluate_model`.
         topk: as in `evaluate_model`.
@@ -62,36 +64,53 @@ def sfa_callback(
     require(len(batches) > 0, "sfa_callback", "there must be at least one batch", 0)
     from transformers import TrainerCallback  # wanted by nobody else
 
-    def evaluate(model: nn.Module, trained: float) -> None:
+    def evaluate(model: nn.Module, trained: float, seed: int) -> None:
         began = time.perf_counter()
-        stats = evaluate_model(model, batches, select=select, topk=topk, rows=rows, layers=layers, reduce=reduce)
+        stats = evaluate_model(
+            model,
+            batches,
+            select=select,
+            topk=topk,
+            rows=rows,
+            layers=layers,
+            generator=torch.Generator().manual_seed(seed),
+            reduce=reduce,
+        )
         numbers = {"loss": stats.loss, "perplexity": stats.perplexity}
         numbers |= _named("", stats.all_layers)
         for layer, part in stats.layers.items():
             numbers |= _named(f"layer_{layer}/", part)
-        seconds = time.perf_counter() - began
-        numbers |= {"seconds": seconds, "overhead": seconds / trained if trained > 0 else math.nan}
-        log({PREFIX + name: number for name, number in numbers.items() if not math.isnan(number)})
+        numbers["seconds"] = time.perf_counter() - began
+        if trained > 0:
+            numbers["overhead"] = numbers["seconds"] / trained
+        log({PREFIX + name: number for name, number in numbers.items()})
 
     class SFACallback(TrainerCallback):  # type: ignore[misc]
         """Evaluates sparse attention; made by `sfa_callback`."""
 
-        began = time.perf_counter()
+        began = trained = 0.0
+        done = -1  # the step of the last evaluation: a trainer evaluates each of its datasets
 
         def on_train_begin(self, args: Any, state: Any, control: Any, **named: Any) -> None:
+            self.trained, self.done = 0.0, -1
+
+        def on_step_begin(self, args: Any, state: Any, control: Any, **named: Any) -> None:
             self.began = time.perf_counter()
 
         def on_step_end(self, args: Any, state: Any, control: Any, **named: Any) -> None:
+            self.trained += time.perf_counter() - self.began
             if every is not None and state.global_step % every == 0:
-                self._evaluate(named["model"])
+                self._evaluate(args, state, control, named["model"])
 
         def on_evaluate(self, args: Any, state: Any, control: Any, **named: Any) -> None:
-            if every is None:
-                self._evaluate(named["model"])
+            if every is None and self.done != state.global_step:
+                self._evaluate(args, state, control, named["model"])
 
-        def _evaluate(self, model: nn.Module) -> None:
-            evaluate(model, time.perf_counter() - self.began)
-            self.began = time.perf_counter()
+        def _evaluate(self, args: Any, state: Any, control: Any, model: nn.Module) -> None:
+            wanted = control.should_log  # logging takes it back, though the trainer's own entry is still to come
+            evaluate(model, self.trained, args.process_index)
+            control.should_log = wanted
+            self.trained, self.done = 0.0, state.global_step
 
     return SFACallback()
 
@@ -101,6 +120,6 @@ def _named(prefix: str, stats: Any) -> dict[str, float]:
     for metric in stats.means():
         mean, error = stats.mean(metric)
         numbers[prefix + metric] = mean
-        if error != 0:
+        if error > 0:
             numbers[f"{prefix}{metric}_standard_error"] = error
     return numbers

@@ -237,9 +237,9 @@ class _DenseAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *d_out_lse: Tensor) -> Any:
-        inputs = *ctx.saved_tensors, *d_out_lse, ctx.scale, ctx.workspace_bytes
-        dq_THE, dkv_SE = once("dense_attention_backward", *inputs)
-        return dq_THE, *gradients_of(dkv_SE, *ctx.saved_tensors[1:3]), None, None, None, None, None, None
+        saved = ctx.saved_tensors  # once: activation checkpointing gives them out a single time
+        dq_THE, dkv_SE = once("dense_attention_backward", *saved, *d_out_lse, ctx.scale, ctx.workspace_bytes)
+        return dq_THE, *gradients_of(dkv_SE, *saved[1:3]), None, None, None, None, None, None
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, ...], *arguments: Any) -> Any:

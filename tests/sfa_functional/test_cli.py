@@ -138,6 +138,13 @@ def test_selectors_asked_for_run_at_every_k(deepseek, text, tmp_path, monkeypatc
     assert picture.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
 
 
+def test_eight_bits_of_a_model_whose_layers_share_a_selection(glm, text, tmp_path):
+    out = tmp_path / "out.json"
+    run(glm, "--text", text, "--context", 60, "--topk", 8, "--json", out, "--select", "indexer:int8")
+    layers = json.loads(out.read_text())["selectors"]["8"]["indexer:int8"]["layers"]
+    assert ["overlap" in layer for layer in layers] == [True, True, False]
+
+
 def test_a_picture_can_be_drawn_of_one_k_and_without_the_indexer(deepseek, text, tmp_path):
     options = "--context", 60, "--topk", 8, "--select", "random", "--plot", tmp_path / "out.png"
     run(deepseek, "--text", text, *options)
@@ -169,6 +176,8 @@ def test_eight_bits_stand_beside_what_they_round(deepseek, text, tmp_path, capsy
         ("best:3", "must be importable"),
         ("block:0", "a block must have its number of keys"),
         ("block:x", "a block must have its number of keys"),
+        ("block:99999999999", "a block must have its number of keys"),
+        ("os:getcwd", "os:getcwd must run; got TypeError"),
         ("missing_module:f", "missing_module:f must be importable; got ModuleNotFoundError"),
         ("json:nothing", "json:nothing must be a function of its module; got NoneType"),
         ("string:digits", "string:digits must be a function of its module; got str"),

@@ -127,6 +127,11 @@ def test_padding_neither_counts_nor_is_predicted_from(side):
     want = sfa.evaluate_model(model, [ids], topk=50)
     assert float(got.tokens) == float(want.tokens) == 19
     assert got.loss == pytest.approx(want.loss, rel=1e-5)
+    for name, mean in sfa.evaluate_model(model, [ids], topk=4, rows=None).all_layers.means().items():
+        padded_mean = sfa.evaluate_model(
+            model, [{"input_ids": padded, "attention_mask": mask}], topk=4, rows=None
+        ).all_layers.mean(name)
+        assert padded_mean.mean == pytest.approx(mean, rel=1e-4), name
 
 
 def test_labels_say_what_is_predicted():
@@ -168,6 +173,26 @@ def test_dropout_does_not_act():
     for module in attention_modules(model):
         module.attention_dropout = 0.5
     assert sfa.evaluate_model(model, [ids]).loss == sfa.evaluate_model(model.eval(), [ids]).loss
+
+
+def test_a_loader_that_shuffles_and_a_selector_that_draws_leave_the_random_state_alone():
+    def select(**compared):
+        torch.rand(3)
+        return sfa.window(**compared)
+
+    model = make()
+    before = torch.get_rng_state()
+    loader = torch.utils.data.DataLoader(list(drawn(4, 10)), batch_size=2, shuffle=True)
+    sfa.evaluate_model(model, loader, topk=4, select=select)
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_another_selector_that_has_no_answer_leaves_the_overlap_undefined_there():
+    def other(**compared):
+        return None if compared["q_TJI"] is None else sfa.window(**compared)
+
+    got = sfa.evaluate_model(make("glm"), [drawn(1, 20)], topk=4, other=other)
+    assert ["overlap" in part.means() for part in got.layers.values()] == [True, False]
 
 
 @pytest.mark.parametrize("layers", [[1], [], [1, 0]])
@@ -229,8 +254,10 @@ def test_no_selector_keeps_more_mass_than_the_best_keys_and_the_indexer_keeps_mo
         (drawn(1, 5), {"topk": 0}, "topk must be >= 1; got 0"),
         (drawn(1, 5), {"rows": 0}, "rows must be >= 1 or None; got 0"),
         (drawn(1, 5), {"layers": [2]}, "layers must be of 0..1; got [2]"),
-        (drawn(5), {}, "a batch must have input_ids [B, T]; got (5,)"),
-        ({"ids": drawn(1, 5)}, {}, "a batch must have input_ids [B, T]; got ['ids']"),
+        (drawn(5), {}, "a batch must have input_ids [B, T], T >= 1; got (5,)"),
+        (drawn(1, 0), {}, "a batch must have input_ids [B, T], T >= 1; got (1, 0)"),
+        ({"ids": drawn(1, 5)}, {}, "a batch must have input_ids [B, T], T >= 1; got ['ids']"),
+        ({"input_ids": drawn(1, 5), "labels": [1]}, {}, "labels must be [1, 5]; got list"),
         ({"input_ids": drawn(1, 5), "labels": drawn(1, 4)}, {}, "labels must be [1, 5]; got [1, 4]"),
     ],
 )

@@ -103,10 +103,13 @@ def test_micro_batches_have_the_gradients_of_the_whole(stage):
         assert torch.allclose(gradient, whole[name], rtol=1e-9, atol=1e-14), name
 
 
-def test_padding_does_not_count():
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padding_does_not_count(side):
+    """Behind a sequence it sees the sequence, and still is not learnt from."""
     ids, model = drawn(1, 12), make("deepseek", torch.float64)
-    padded = torch.cat([torch.zeros(1, 5, dtype=torch.long), ids], 1)
-    mask = torch.cat([torch.zeros(1, 5, dtype=torch.long), torch.ones_like(ids)], 1)
+    pad = torch.zeros(1, 5, dtype=torch.long)
+    padded = torch.cat([pad, ids] if side == "left" else [ids, pad], 1)
+    mask = torch.cat([pad, torch.ones_like(ids)] if side == "left" else [torch.ones_like(ids), pad], 1)
     with sfa.train_indexer(model, stage="warm-up") as losses, torch.no_grad():
         model(ids, use_cache=False)
         want = losses.mean
@@ -115,16 +118,18 @@ def test_padding_does_not_count():
     assert torch.allclose(losses.mean, want, rtol=1e-5)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("stage", ["warm-up", "sparse"])
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_activation_checkpointing_changes_no_gradient(reentrant):
+def test_activation_checkpointing_changes_no_gradient(kind, stage, reentrant):
     ids = drawn(1, 15)
 
     def gradients(checkpointing):
-        model = make("deepseek", torch.float64).train()
+        model = make(kind, torch.float64).train()
         if checkpointing:
             model.activation_checkpointing_enable({"use_reentrant": reentrant})
             model.enable_input_require_grads()
-        with sfa.train_indexer(model, stage="sparse", topk=4) as losses:
+        with sfa.train_indexer(model, stage=stage, topk=4) as losses:
             loss = model(ids, labels=ids, use_cache=False).loss
             (loss + losses.mean).backward()
         return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
@@ -145,6 +150,9 @@ def test_bad_input_is_one_line(unchecked):
         sfa.train_indexer(make(), stage="sparse", topk=0),
     ):
         pass
+    model, rule = make(), r"^train_indexer: gradients must be possible, .*; got torch.inference_mode\(\)$"
+    with pytest.raises(ValueError, match=rule), sfa.train_indexer(model, stage="sparse"), torch.inference_mode():
+        model(drawn(1, 5), use_cache=False)
     with sfa.train_indexer(make(), stage="sparse") as losses:
         pass
     with pytest.raises(ValueError, match=r"^IndexerLosses.sum: the model must have run"):

@@ -35,7 +35,7 @@ def plain(tmp_path_factory):
     return trained(tmp_path_factory.mktemp("plain"), lambda trainer: None)
 
 
-@pytest.mark.parametrize("every", [None, 3])
+@pytest.mark.parametrize("every", [None, 2, 3])
 def test_a_run_with_the_callback_trains_to_the_same_bits_and_logs_numbers_and_their_cost(every, plain, tmp_path):
     batches = [drawn(2, 30), {"input_ids": drawn(1, 24)}]
 
@@ -46,11 +46,13 @@ def test_a_run_with_the_callback_trains_to_the_same_bits_and_logs_numbers_and_th
     for name, x in plain.model.state_dict().items():
         assert torch.equal(x, trainer.model.state_dict()[name]), name
     logged = [entry for entry in trainer.state.log_history if "eval/sfa/mass" in entry]
-    assert [entry["step"] for entry in logged] == ([2, 4, 6] if every is None else [3, 6])
+    assert [entry["step"] for entry in logged] == ([3, 6] if every == 3 else [2, 4, 6])
     for entry in logged:
         assert entry["eval/sfa/seconds"] > 0 < entry["eval/sfa/overhead"]
         assert entry["eval/sfa/layer_1/mass"] <= entry["eval/sfa/layer_1/best_mass"] + 1e-6
         assert entry["eval/sfa/mass_standard_error"] > 0
+    own, own_plain = ([e["loss"] for e in t.state.log_history if "loss" in e] for t in (trainer, plain))
+    assert own == own_plain  # the trainer's entries are all there
     want = sfa.evaluate_model(trainer.model, batches, topk=5, rows=20)
     assert logged[-1]["eval/sfa/loss"] == want.loss
     assert logged[-1]["eval/sfa/layer_0/recall"] == want.layers[0].mean("recall").mean
