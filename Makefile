@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: setup eval test test-all npu-drift lint format checkpoint clean bench
+.PHONY: setup eval test test-all notebooks npu-drift lint format checkpoint clean bench
 
 setup: $(READY)
 
@@ -26,6 +26,10 @@ test: setup
 # the full products that make test samples; about half an hour
 test-all: setup
 	SFA_ALL=1 $(BIN)/python -m pytest -n 2
+
+# runs every notebook from nothing, one thread each, and leaves the files as they are
+notebooks: setup
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --nbmake --nbmake-timeout=120 --durations=6 notebooks
 
 # compares the operators' schemas with those in the pinned torch_npu wheel, which is unzipped, never installed or run
 npu-drift: setup
