@@ -179,8 +179,9 @@ def _measure(
         measured, rates = measure_ranks(small, repeats=ROUNDS, tick=lambda: progress.advance(task))
     one = small[estimates[0].layout]
     console.print(
-        "Measured: one layer of every rank, one after the other, on one core here,",
-        f"with 1/{one.factor} of the tokens and of k ({sum(one.lengths)} tokens), and a model as much narrower.",
+        "Measured: one layer of every rank, one after the other, on one core here;",
+        f"{sum(map(len, one.sampled))} of {sum(lengths)} queries, {sum(one.lengths)} keys, "
+        f"k = {one.config.index_topk}, {one.config.num_attention_heads} heads, {one.config.hidden_size} wide.",
         f"GFLOP/s: projections {_gflops(rates.projections)}, scoring and selection {_gflops(rates.scoring)}, "
         f"attention {_gflops(rates.attention)};",
         "each part of a layout counts, in all, as its operations do.",
