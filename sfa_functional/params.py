@@ -182,7 +182,7 @@ def init_params(
             fill = torch.zeros if name.endswith("bias") else torch.ones
             tensors[name] = fill(shape, dtype=norm_dtype, device=device)
         else:
-            drawn = torch.randn(shape, generator=source, device=source.device) * shape[1] ** -0.5
+            drawn = torch.randn(shape, generator=source, dtype=torch.float32, device=source.device) * shape[1] ** -0.5
             tensors[name] = drawn.to(dtype=dtype, device=device)
     return params_from_fields(tensors)
 

@@ -42,6 +42,17 @@ def test_init_params_repeats_itself_and_leaves_the_global_random_state_alone():
     assert all(torch.equal(a, b) for a, b in zip(tree_leaves(first), tree_leaves(second), strict=True))
 
 
+def test_init_params_draws_the_same_numbers_whatever_the_default_dtype():
+    want = sfa.init_params(sfa.TINY, dtype=torch.float64)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        got = sfa.init_params(sfa.TINY, dtype=torch.float64)
+    finally:
+        torch.set_default_dtype(before)
+    assert all(torch.equal(a, b) for a, b in zip(tree_leaves(got), tree_leaves(want), strict=True))
+
+
 def test_init_params_advances_the_generator_it_is_given():
     generator = torch.Generator().manual_seed(1)
     first, second = (sfa.init_params(sfa.TINY, generator=generator) for _ in range(2))
