@@ -18,7 +18,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import accumulate
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from jaxtyping import Float, Int, Int32
@@ -29,6 +29,9 @@ from .batch import Batch, global_selection
 from .config import SFAConfig
 from .paged import Cache, JointCache, Rows, SplitCache, SplitRows, fetch_rows, map_selection, num_rows, writes
 from .params import LayerParams, PrologWeights
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 LATENT, ROPE = 512, 64
 HEADS = (1, 2, 4, 8, 16, 32, 64, 128)
@@ -68,6 +71,16 @@ def has_operators(function: str, *arguments: Any) -> bool:
     return tensor is not None and bool(names) and all(has_kernel(name, tensor.device.type) for name in names)
 
 
+def _constant(function: Callable[P, R]) -> Callable[P, R]:
+    """Mark a function that `torch.compile` is to call while it traces, and whose result it is to keep.
+
+    This is what `torch.compiler.assume_constant_result` does, which imports Dynamo besides: as long again as this
+    package and torch take together.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
 def _kernel_is_there(name: str, device: str) -> bool:
     if not torch._C._dispatch_has_kernel(f"npu::{name}"):
         return False
@@ -75,7 +88,7 @@ def _kernel_is_there(name: str, device: str) -> bool:
     return bool(torch._C._dispatch_has_kernel_for_dispatch_key(f"npu::{name}", key))
 
 
-has_kernel: Callable[[str, str], bool] = torch.compiler.assume_constant_result(_kernel_is_there)
+has_kernel: Callable[[str, str], bool] = _constant(_kernel_is_there)
 
 
 def _what_is_missing(names: tuple[str, ...]) -> str:
@@ -86,7 +99,7 @@ def _what_is_missing(names: tuple[str, ...]) -> str:
     return f"operators are missing: {', '.join(lacking)}{'' if why is None else f' ({why})'}" if lacking else ""
 
 
-missing: Callable[[tuple[str, ...]], str] = torch.compiler.assume_constant_result(_what_is_missing)
+missing: Callable[[tuple[str, ...]], str] = _constant(_what_is_missing)
 
 
 def _load() -> str | None:
@@ -361,7 +374,7 @@ def _is_950() -> bool:
     return package is not None and package.npu.get_soc_version() >= 260
 
 
-_wants_narrow_weights: Callable[[], bool] = torch.compiler.assume_constant_result(_is_950)
+_wants_narrow_weights: Callable[[], bool] = _constant(_is_950)
 
 
 def _packed_key_ends(batch: Batch, num_keys: int) -> Tensor:

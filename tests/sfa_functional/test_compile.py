@@ -98,3 +98,11 @@ def test_compiled_functions_equal_eager_ones():
     if done.returncode:
         pytest.fail(f"{done.stdout}\n{done.stderr}")
     assert done.stdout.split("\n")[:-1] == list(CHECKS)
+
+
+def test_importing_the_packages_does_not_import_the_compiler():
+    """It takes as long again as all the rest."""
+    script = "import sys, sfa_functional, sharding, weights; print('torch._dynamo' in sys.modules)"
+    environment = os.environ | {"SFA_UNCHECKED": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"
