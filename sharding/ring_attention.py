@@ -9,6 +9,12 @@ from torch import Tensor
 
 from .machine import Machine, RankLayer
 
+BLOCK = 32
+"""Runs that are compared one by one; between blocks whole counts are."""
+
+GROUPS = 4096
+"""Blocks whose counts are held at once: N·GROUPS numbers."""
+
 
 class RingOnPaper(NamedTuple):
     """The same layers with keys passed from neighbour to neighbour; nothing here implements it."""
@@ -33,19 +39,50 @@ def pairs_between_ranks(
         float64 [N, N + 1]: row r, column s counts pairs of a query of rank r and a key of rank s; the last column
         keys of the cache, which every rank has.
 
-    Cost: N·T integers.
+    Cost: a few vector operations on T tokens. Tokens of one rank that follow each other are one run; N² operations for
+        every `BLOCK` runs, so that a layout of long runs costs nothing and a striped one is bearable.
     """
-    pairs = torch.zeros(num_ranks, num_ranks + 1, dtype=torch.float64)
     length_B = torch.tensor(lengths, dtype=torch.int64)
-    first_T = (length_B.cumsum(0) - length_B).repeat_interleave(length_B)
+    request_T = torch.arange(len(length_B)).repeat_interleave(length_B)
     real_T = visible_T > 0
-    seen_T = torch.zeros_like(visible_T)
-    for s in range(num_ranks):
-        held_T1 = torch.nn.functional.pad((owner_T == s).cumsum(0), (1, 0))
-        mine_T = torch.where(real_T, held_T1[1:] - held_T1[first_T], 0)
-        pairs[:, s] = torch.bincount(owner_T, weights=mine_T.double(), minlength=num_ranks)
-        seen_T += mine_T
-    pairs[:, -1] = torch.bincount(owner_T, weights=(visible_T - seen_T).double(), minlength=num_ranks)
+    goes_on_T = torch.zeros_like(real_T)
+    goes_on_T[1:] = (owner_T[1:] == owner_T[:-1]) & (request_T[1:] == request_T[:-1]) & (real_T[1:] == real_T[:-1])
+    start_M = torch.nonzero(~goes_on_T)[:, 0]
+    owner_M, request_M = owner_T[start_M], request_T[start_M]
+    keys_M = torch.bincount((~goes_on_T).cumsum(0) - 1, minlength=len(start_M)).double()
+    queries_M = torch.where(real_T[start_M], keys_M, 0)
+    block_M = torch.arange(len(start_M)) // BLOCK
+
+    # Every earlier run: those of earlier blocks, and of the same block; then without those of earlier requests.
+    pairs = _across(block_M, owner_M, queries_M, keys_M, num_ranks)
+    for lag in range(1, min(BLOCK, len(start_M))):
+        weights = queries_M[lag:] * keys_M[:-lag] * (block_M[lag:] == block_M[:-lag])
+        both = owner_M[lag:] * num_ranks + owner_M[:-lag]
+        pairs += torch.bincount(both, weights=weights, minlength=num_ranks**2).view(num_ranks, num_ranks)
+    pairs -= _across(request_M, owner_M, queries_M, keys_M, num_ranks)
+    pairs += torch.bincount(owner_M, weights=queries_M * (keys_M + 1) / 2, minlength=num_ranks).diag()
+    position_T = torch.arange(len(owner_T)) - (length_B.cumsum(0) - length_B)[request_T]
+    cached_T = torch.where(real_T, visible_T - position_T - 1, 0)
+    cached_N = torch.bincount(owner_T, weights=cached_T.double(), minlength=num_ranks)
+    return torch.cat([pairs, cached_N[:, None]], 1)
+
+
+def _across(group_M: Tensor, owner_M: Tensor, queries_M: Tensor, keys_M: Tensor, num_ranks: int) -> Tensor:
+    """Count pairs whose key lies in a group before the query's, by rank; groups ascend. Some thousand at a time."""
+    pairs = torch.zeros(num_ranks, num_ranks, dtype=torch.float64)
+    before_N = torch.zeros(num_ranks, dtype=torch.float64)
+    groups = int(group_M[-1]) + 1 if len(group_M) else 0
+    for first in range(0, groups, GROUPS):
+        count = min(GROUPS, groups - first)
+        low, high = torch.searchsorted(group_M, torch.tensor([first, first + count])).tolist()
+        place = (group_M[low:high] - first) * num_ranks + owner_M[low:high]
+        queries_GN, keys_GN = (
+            torch.bincount(place, weights=x_M[low:high], minlength=count * num_ranks).double().view(count, num_ranks)
+            for x_M in (queries_M, keys_M)
+        )
+        through_GN = before_N + keys_GN.cumsum(0)
+        pairs += queries_GN.T @ (through_GN - keys_GN)
+        before_N = through_GN[-1]
     return pairs
 
 

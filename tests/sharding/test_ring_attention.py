@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import sfa_functional as sfa
-from sharding import MeshShape, TokenSplit, estimate, split_tokens
+from sharding import MeshShape, TokenSplit, estimate, ring_attention, split_tokens
 from sharding.costs import FlopParts
 from sharding.machine import Machine, RankLayer
 from sharding.ring_attention import pairs_between_ranks, ring_layer_seconds
@@ -13,8 +13,12 @@ from sharding.traffic import Traffic
 ONE = Machine(name="one", flops=1.0, link=1.0)
 
 
+@pytest.mark.parametrize(("block", "groups"), [(1, 2), (3, 2), (4, 1), (32, 4096)])
 @pytest.mark.parametrize("seed", range(5))
-def test_pairs_between_ranks_are_those_of_a_loop(seed):
+def test_pairs_between_ranks_are_those_of_a_loop(seed, block, groups, monkeypatch):
+    """However runs are put into blocks, and blocks are taken at a time."""
+    monkeypatch.setattr(ring_attention, "BLOCK", block)
+    monkeypatch.setattr(ring_attention, "GROUPS", groups)
     generator = torch.Generator().manual_seed(seed)
     lengths, context, ranks = [5, 0, 9, 3], [4, 2, 0, 1], 3
     owners = torch.randint(ranks, (sum(lengths),), generator=generator)
