@@ -349,19 +349,19 @@ def _layer(problem: _Problem, indexer: bool, owner: int) -> _Layer:
 def _resident(problem: _Problem, place: int) -> Resident:
     """Add up what one rank holds. Workspace: the tensors that the layer keeps while it attends, tiles left out."""
     config, local, dtype, size = problem.config, problem.local, problem.dtype, problem.ranks
-    weights = slots = 0
-    owners = layer_owners(config.num_layers, size)
-    for layer, owner in enumerate(owners):
-        shapes = dict(param_shapes(local, layer=layer))
-        if problem.weights == "layer-sharded":
-            slot = layer_bytes(shapes, dtype, aligned=True)
-            weights, slots = weights + (slot if owner == place else 0), max(slots, slot)
-            continue
+    aligned = problem.weights == "layer-sharded"
+    size_of = {}  # by kind of layer: a model has two, and many layers
+    for kind in dict.fromkeys(config.indexer_types):
+        shapes = dict(param_shapes(local, layer=config.indexer_types.index(kind)))
         if problem.weights == "gathered":
             shapes |= {name: (-(-math.prod(shapes[name]) // size),) for name in LARGE_FIELDS}
         if problem.weights == "exchanged":
             shapes["o_proj"] = (shapes["o_proj"][0], shapes["o_proj"][1] // size)
-        weights += layer_bytes(shapes, dtype)
+        size_of[kind] = layer_bytes(shapes, dtype, aligned=aligned)
+    owners = layer_owners(config.num_layers, size)
+    kept = zip(config.indexer_types, owners, strict=True)
+    weights = sum(size_of[kind] for kind, owner in kept if owner == place or not aligned)
+    slots = max(size_of.values(), default=0) if aligned else 0
     if problem.cache_format is None:
         indexers = config.indexer_types.count("full")
         row = (config.num_layers * config.key_width + indexers * config.index_head_dim) * dtype.itemsize
