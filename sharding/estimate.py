@@ -366,8 +366,8 @@ def _resident(problem: _Problem, place: int) -> Resident:
         indexers = config.indexer_types.count("full")
         row = (config.num_layers * config.key_width + indexers * config.index_head_dim) * dtype.itemsize
     else:
-        kind = problem.cache_format
-        row = sum(sum(cache_bytes(config, kv=kind, index=kind, layer=layer)) for layer in range(config.num_layers))
+        stored = problem.cache_format
+        row = sum(sum(cache_bytes(config, kv=stored, index=stored, layer=layer)) for layer in range(config.num_layers))
     return Resident(
         weights=weights,
         ring=slots * min(problem.prefetch + 1, config.num_layers),
