@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: setup eval test test-all notebooks npu-drift lint format checkpoint clean bench
+.PHONY: setup eval test test-all notebooks npu-drift lint format checkpoint pictures clean bench
 
 setup: $(READY)
 
@@ -54,6 +54,10 @@ format: setup
 
 checkpoint: setup
 	$(BIN)/python sfa_functional/data/make_tiny_dsa.py
+
+# the pictures of README, for light and for dark pages; prints its table of selectors
+pictures: setup
+	$(BIN)/python notebooks/pictures.py
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info

@@ -21,7 +21,8 @@ from .traffic import Traffic, WeightStrategy
 from .estimate import Estimate, LayerEstimate, RankEstimate, Resident, estimate
 from .ring_attention import RingOnPaper
 from .measure import Measured, Miniature, measure_ranks, miniature
-from .show import SplitPicture, fastest, plot_estimates, show_estimates, show_ranks, show_split
+from .show import SplitPicture, fastest, show_estimates, show_ranks, show_split
+from .plot import plot_estimates, plot_splits
 
 __all__ = [
     "MeshShape",
@@ -76,8 +77,9 @@ __all__ = [
     "miniature",
     "SplitPicture",
     "fastest",
-    "plot_estimates",
     "show_estimates",
     "show_ranks",
     "show_split",
+    "plot_estimates",
+    "plot_splits",
 ]

@@ -1,8 +1,7 @@
-"""Pictures of a layout for a notebook or a terminal: who holds which tokens, who has how much to do, what it costs."""
+"""Tables of a layout for a notebook or a terminal: who holds which tokens, who has how much to do, what it costs."""
 
 import colorsys
-from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Sequence
 
 import torch
 from rich import box
@@ -21,10 +20,6 @@ from .estimate import Estimate, RankEstimate
 from .ring_attention import RingOnPaper
 from .token_ranges import TokenSplit
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
-
 LABELS = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ+/"
 """One character per rank, for terminals without colours; from rank 64 on they are used again."""
 
@@ -32,9 +27,8 @@ MIXED = "░"
 LINES = 12  # cells are as small as they can be for this many full lines
 REQUESTS = 16  # the rest is counted, not drawn
 UNITS = {"E": 1e18, "P": 1e15, "T": 1e12, "G": 1e9, "M": 1e6, "k": 1e3, "": 1.0, "m": 1e-3, "µ": 1e-6, "n": 1e-9}
-COLUMNS = 512  # of a picture's map of tokens, at most
-PARTS = {"projections": "#8da0cb", "indexer": "#fc8d62", "attention": "#66c2a5", "output": "#c9cdd8"}
-"""What a rank's work is drawn as, and in which colour; the indexer is scoring and selection."""
+PARTS = ("projections", "indexer", "attention", "output")
+"""What a rank's work consists of; the indexer is scoring and selection."""
 
 
 def show_split(
@@ -108,7 +102,7 @@ class SplitPicture(JupyterMixin):
                 continue
             rank = int(cell[0])
             if bool((cell == rank).all()):
-                bar.append(LABELS[rank % len(LABELS)], _style(rank, self._ranks))
+                bar.append(LABELS[rank % len(LABELS)], _style(rank))
             else:
                 bar.append(MIXED, "dim")
         return bar
@@ -122,7 +116,7 @@ class SplitPicture(JupyterMixin):
         table.add_column("work", no_wrap=True)
         for rank in range(self._ranks):
             tokens, flops = int(self._tokens[rank]), float(self._flops[rank])
-            style = _style(rank, self._ranks)
+            style = _style(rank)
             share = f"{flops / mean:.3f}" if mean else "-"
             bar = Text("█" * round(width * flops / most) if most else "", Style(color=style.bgcolor))
             label = Text.assemble(f"{rank} ", (LABELS[rank % len(LABELS)], style))
@@ -154,10 +148,10 @@ def show_estimates(estimates: Sequence[Estimate], *, baseline: Estimate | None =
         rows.append((f"{best.layout}, ring, on paper", best, best.ring))
     if baseline is not None:
         rows.append((baseline.layout, baseline, baseline))
-    flop, flops = _in_unit([counted.flops for _, counted, _ in rows], "FLOP")
-    sent_in, sent = _in_unit([moved.bytes_sent for _, _, moved in rows], "B")
-    kept_in, kept = _in_unit([moved.bytes_resident for _, _, moved in rows], "B")
-    time_in, seconds = _in_unit([moved.seconds for _, _, moved in rows], "s")
+    flop, flops = in_unit([counted.flops for _, counted, _ in rows], "FLOP")
+    sent_in, sent = in_unit([moved.bytes_sent for _, _, moved in rows], "B")
+    kept_in, kept = in_unit([moved.bytes_resident for _, _, moved in rows], "B")
+    time_in, seconds = in_unit([moved.seconds for _, _, moved in rows], "s")
     headings = ("max/mean\nof work", f"\n{flop}", f"{sent_in}\nsent", f"{kept_in}\nresident", f"{time_in}\npredicted")
     table = _numbers(*headings, first="\nlayout")
     for i, (name, counted, moved) in enumerate(rows):
@@ -187,17 +181,17 @@ def show_ranks(estimate: Estimate) -> Table:
     Returns:
         A table to print with ``rich.print``, or to end a notebook cell with. It fits 80 columns.
     """
-    ranks, parts = estimate.ranks, [_parts(rank) for rank in estimate.ranks]
+    ranks, parts = estimate.ranks, [work_parts(rank) for rank in estimate.ranks]
     mean = sum(rank.flops.total for rank in ranks) / len(ranks)
     columns = [
         [part["projections"] + part["output"] for part in parts],
         [part["indexer"] for part in parts],
         [part["attention"] for part in parts],
     ]
-    flop, flops = _in_unit([count for column in columns for count in column], "FLOP")
-    sent_in, sent = _in_unit([rank.bytes_sent for rank in ranks], "B")
-    kept_in, kept = _in_unit([rank.resident.total for rank in ranks], "B")
-    time_in, seconds = _in_unit([rank.seconds for rank in ranks], "s")
+    flop, flops = in_unit([count for column in columns for count in column], "FLOP")
+    sent_in, sent = in_unit([rank.bytes_sent for rank in ranks], "B")
+    kept_in, kept = in_unit([rank.resident.total for rank in ranks], "B")
+    time_in, seconds = in_unit([rank.seconds for rank in ranks], "s")
     headings = ("tokens", "pad", "work/\nmean", f"{flop}\nproj.", "\nindex", "\nattend")
     table = _numbers(*headings, f"{sent_in}\nsent", f"{kept_in}\nkept", f"{time_in}\ntaken", first="\nrank")
     table.columns[0].justify = "right"
@@ -208,81 +202,8 @@ def show_ranks(estimate: Estimate) -> Table:
     return table
 
 
-def plot_estimates(
-    estimates: Sequence[Estimate], splits: Mapping[str, TokenSplit], lengths: Sequence[int] | Tensor
-) -> "Figure":
-    """Draw layouts with matplotlib, a row for each: tokens by rank, and the work of every rank by part.
-
-    Args:
-        estimates: of the same tokens.
-        splits: each layout's tokens, by its name.
-        lengths: new tokens of each request; a line stands where one ends.
-
-    Returns:
-        A figure; ``savefig`` writes it.
-
-    Raises:
-        ValueError: matplotlib is missing, or lengths that are not those of a split's tokens.
-    """
-    counts = require_lengths("plot_estimates", lengths=lengths)
-    for split in splits.values():
-        same = sum(counts) == split.num_tokens
-        require(same, "plot_estimates", f"lengths must add up to {split.num_tokens}", sum(counts))
-    try:
-        from matplotlib.figure import Figure
-        from matplotlib.ticker import MaxNLocator
-    except ImportError as error:
-        raise ValueError(f"matplotlib must be installed: pip install 'sfa-functional[plot]'; got {error}") from error
-    time_in, seconds = _in_unit([one.seconds for one in estimates], "s")
-    flop, _ = _in_unit([one.flops for one in estimates], "FLOP")
-    figure = Figure(figsize=(10, 0.6 + 2.3 * len(estimates)), layout="constrained")
-    axes = figure.subplots(len(estimates), 2, squeeze=False, sharey="row", sharex="col")
-    for i, (left, right) in enumerate(axes):
-        _draw_tokens(left, splits[estimates[i].layout], counts)
-        _draw_work(right, estimates[i], flop)
-        left.yaxis.set_major_locator(MaxNLocator(integer=True))
-        left.set_ylabel(f"{estimates[i].layout}\nrank")
-        right.annotate(
-            f"max/mean {estimates[i].max_over_mean:.3f}, {seconds[i]} {time_in}",
-            (0.99, 1.02),
-            xycoords="axes fraction",
-            ha="right",
-            fontsize="small",
-        )
-    axes[0, 0].set_title("tokens by rank", loc="left")
-    axes[0, 1].set_title("work by part", loc="left")
-    axes[-1, 0].set_xlabel("token of the batch; shade: share of the tokens there")
-    axes[-1, 1].set_xlabel(f"{flop} of a rank, all layers; dashed: mean")
-    handles, labels = axes[0, 1].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside upper right", ncols=len(labels), frameon=False, fontsize="small")
-    return figure
-
-
-def _draw_tokens(axis: "Axes", split: TokenSplit, counts: list[int]) -> None:
-    owner_T = (split.inverse_T // max(1, split.rows)).cpu()
-    columns = max(1, min(COLUMNS, len(owner_T)))
-    column_T = torch.arange(len(owner_T)) * columns // max(1, len(owner_T))
-    held = torch.bincount(owner_T * columns + column_T, minlength=split.num_ranks * columns).view(-1, columns)
-    share = held / held.sum(0).clamp(min=1)
-    edges = (-0.5, max(1, len(owner_T)) - 0.5, split.num_ranks - 0.5, -0.5)
-    axis.imshow(share.tolist(), cmap="Blues", vmin=0, vmax=1, aspect="auto", interpolation="nearest", extent=edges)
-    ends = torch.tensor(counts).cumsum(0).tolist()
-    if len(ends) <= COLUMNS // 8:  # more lines than that would hide the tokens
-        for end in ends[:-1]:
-            axis.axvline(end - 0.5, color="black", linewidth=0.8, linestyle=":")
-
-
-def _draw_work(axis: "Axes", estimate: Estimate, unit: str) -> None:
-    size = UNITS[unit.removesuffix("FLOP")]
-    starts = [0.0] * len(estimate.ranks)
-    for name, color in PARTS.items():
-        widths = [_parts(rank)[name] / size for rank in estimate.ranks]
-        axis.barh(range(len(widths)), widths, left=starts, height=0.85, color=color, label=name)
-        starts = [a + b for a, b in zip(starts, widths, strict=True)]
-    axis.axvline(sum(starts) / len(starts), color="black", linewidth=1, linestyle="--")
-
-
-def _parts(rank: RankEstimate) -> dict[str, int]:
+def work_parts(rank: RankEstimate) -> dict[str, int]:
+    """Return a rank's operations by the parts of `PARTS`."""
     flops = rank.flops
     counts = (flops.projections, flops.scoring + flops.selection, flops.attention, flops.output)
     return dict(zip(PARTS, counts, strict=True))
@@ -296,7 +217,7 @@ def _numbers(*headings: str, first: str) -> Table:
     return table
 
 
-def _in_unit(values: Sequence[float | int], unit: str) -> tuple[str, list[str]]:
+def in_unit(values: Sequence[float | int], unit: str) -> tuple[str, list[str]]:
     """Write a column of numbers in the unit in which the largest one has one to three digits before its point."""
     usable = [(size, prefix) for prefix, size in UNITS.items() if size >= 1 or unit == "s"]
     size, prefix = next((one for one in usable if max(values) >= one[0]), usable[-1])
@@ -309,7 +230,7 @@ def _three(value: float) -> str:
     return f"{value:.{digits}f}" if value else "0"
 
 
-def _style(rank: int, ranks: int) -> Style:
+def _style(rank: int) -> Style:
     """Give neighbouring ranks hues that are far apart, black on light."""
     hue = rank * 0.618034 % 1.0
     red, green, blue = (round(255 * x) for x in colorsys.hls_to_rgb(hue, 0.72 if rank % 2 else 0.6, 0.75))
