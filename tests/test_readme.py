@@ -172,6 +172,8 @@ def test_letters_have_the_sizes_of_the_configs():
         (row,) = re.findall(rf"^\| {letters} \| .* \| (.*) \| (.*) \| (.*) \|$", README, re.MULTILINE)
         for said, config in zip(row, (sfa.DEEPSEEK_V32, sfa.GLM_5, bundled), strict=True):
             assert said == ", ".join(str(getattr(config, name)) for name in names), letters
+    halves = ", ".join(str(config.qk_rope_head_dim // 2) for config in (sfa.DEEPSEEK_V32, sfa.GLM_5, bundled))
+    assert f"| F | rotated pairs, R/2 | {halves.replace(', ', ' | ')} |" in README
 
 
 @pytest.mark.everything
