@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import sfa_functional as sfa
-from sfa_functional import blockwise_dense, blockwise_indexer, blockwise_sparse, precision
+from sfa_functional import blockwise_dense, blockwise_indexer, blockwise_kl, blockwise_sparse, precision
 
 ROOT = Path(__file__).parents[2]
 NAMED = {"scale": 0.7, "value_dim": 4}
@@ -184,6 +184,23 @@ def test_attention_makes_no_tensor_of_all_queries_and_their_keys():
         out_lse = blockwise_dense.dense_attention(q_THE, kv_SE, *ranges, value_dim=width, **named)
         blockwise_dense.dense_attention_backward(q_THE, kv_SE, *ranges, *out_lse, d_out, d_lse, **named)
     assert q_THE.numel() * 4 <= seen.largest <= 5 << 20
+
+
+@pytest.mark.parametrize("selected", [False, True], ids=["all keys", "a selection"])
+def test_indexer_and_loss_make_no_tensor_of_all_queries_keys_and_heads(selected):
+    """T·S·J, T·K·I and T·H·K are 16 MiB and more here, T·S is 1 MiB; tiles stay below the workspace."""
+    count, heads, keys, width = 256, 32, 1024, 32
+    q_TJI, w_TJ, k_SI = torch.randn(count, heads, width), torch.randn(count, heads), torch.randn(keys, width)
+    q_THE, kv_SE = torch.randn(count, heads, width), torch.randn(keys, width)
+    ranges = torch.zeros(count, dtype=torch.int64), torch.arange(keys - count, keys)
+    named = {"workspace_bytes": 4 << 20}
+    topk_TK = torch.stack([torch.randperm(keys)[:512] for _ in range(count)]).to(torch.int32) if selected else None
+    with LargestTensor() as seen:
+        blockwise_indexer.lightning_indexer(q_TJI, k_SI, w_TJ, *ranges, None, k=512, **named)
+        inputs = q_TJI, k_SI, w_TJ, q_THE, kv_SE, *ranges, topk_TK
+        blockwise_kl.indexer_kl(*inputs, scale=0.3, **named)
+        blockwise_kl.indexer_kl_backward(*inputs, torch.randn(count), scale=0.3, **named)
+    assert q_TJI.numel() * 4 <= seen.largest <= 4 << 20
 
 
 @pytest.mark.parametrize("workspace", [1, 10**5])
