@@ -1,23 +1,32 @@
 """Every public function runs under its jaxtyping annotations: shapes are checked at each call of each test.
 
 ``torch.compile(fullgraph=True)`` can't trace the checks, so a process that sets ``SFA_UNCHECKED`` goes without.
+
+Nothing heavy is imported here: the process that deals tests out to others reads this file too, before it starts them.
 """
 
+import importlib
 import os
 
 import jaxtyping
 import pytest
-import torch
 
 if "SFA_UNCHECKED" not in os.environ:
     jaxtyping.install_import_hook(["sfa_functional", "sharding", "weights"], "beartype.beartype")
-
-from sfa_functional import precision
 
 
 def pytest_addoption(parser):
     """Add what `make npu-drift` passes."""
     parser.addoption("--torch-npu-wheel", metavar="PATH", help="folder of an unzipped torch_npu wheel, read, never run")
+
+
+def pytest_collectstart():
+    """Import what the packages would import first, before them.
+
+    While the hook loads one of the packages' modules it hides all bytecode files, so that everything which that module
+    is first to import is compiled from source: half the time of collecting, where that is ``torch._dynamo``.
+    """
+    importlib.import_module("torch._dynamo")
 
 
 def pytest_collection_modifyitems(config, items):
@@ -31,6 +40,8 @@ def pytest_collection_modifyitems(config, items):
 @pytest.fixture(autouse=True)
 def _one_seed():
     """Give every test the same random state, and one thread: `make test` runs one process per core."""
+    import torch
+
     torch.manual_seed(0)
     torch.set_num_threads(1)
 
@@ -38,6 +49,8 @@ def _one_seed():
 @pytest.fixture(scope="session", autouse=True)
 def _wide_products():
     """Take bfloat16's products in float32 on every CPU, so that one tolerance holds; test_operators has the others."""
+    from sfa_functional import precision
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(precision, "_multiplies_bfloat16", lambda device: False)
         yield
