@@ -11,8 +11,10 @@ import os
 import jaxtyping
 import pytest
 
+from tests.annotations import check_annotations
+
 if "SFA_UNCHECKED" not in os.environ:
-    jaxtyping.install_import_hook(["sfa_functional", "sharding", "weights"], "beartype.beartype")
+    check_annotations()
 
 
 def pytest_addoption(parser):
