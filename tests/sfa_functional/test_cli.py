@@ -234,7 +234,7 @@ def test_default_topk_is_parts_of_the_context(deepseek, text, tmp_path):
 def test_bundled_checkpoint_keeps_its_promises(tmp_path):
     """k = context / 8: at least 0.97 of the best mass in every layer, within 3 % of dense, untrained far worse."""
     text, out = tmp_path / "text.txt", tmp_path / "out.json"
-    text.write_text(held_out_text()[: 6 * 512])
+    text.write_text(held_out_text()[: 3 * 512])
     run("--text", text, "--topk", 64, "--select", "indexer", "untrained", "--json", out)
     result = json.loads(out.read_text())
     assert result["context"] == 512

@@ -76,7 +76,8 @@ def test_a_real_layer_in_bfloat16_stays_close_to_float32(layer):
     exact = sfa.sfa_layer(params, x_TD, batch, config=config)
     narrow = tree_map(lambda x: x.bfloat16() if x.ndim == 2 else x, params)
     chosen = sfa.sfa_layer(narrow, x_TD.bfloat16(), batch, config=config)
-    replayed = sfa.sfa_layer(narrow, x_TD.bfloat16(), batch, config=config, selection=exact.selection_TK)
+    # float32, many times as fast here, replays what bfloat16 has chosen; the other way round proves no more
+    replayed = sfa.sfa_layer(params, x_TD, batch, config=config, selection=chosen.selection_TK)
     assert chosen.y_TD.isfinite().all()
-    assert (replayed.y_TD.float() - exact.y_TD).norm() < 0.02 * exact.y_TD.norm()
+    assert (chosen.y_TD.float() - replayed.y_TD).norm() < 0.02 * replayed.y_TD.norm()
     assert sfa.selection_overlap(chosen.selection_TK, exact.selection_TK).mean() > 0.97
