@@ -24,9 +24,12 @@ def check_annotations() -> None:
 
 
 def has_shapes(annotation: Any) -> bool:
-    """Say whether an annotation holds an array's shape, or is a name of which that can't be told."""
+    """Say whether an annotation holds an array's shape, or is a string of which that can't be told.
+
+    A string may name what is imported for mypy alone, which jaxtyping lets pass and beartype does not.
+    """
     if isinstance(annotation, str | typing.ForwardRef):
-        return "[" in str(getattr(annotation, "__forward_arg__", annotation))
+        return True
     if isinstance(annotation, type) and issubclass(annotation, jaxtyping.AbstractArray):
         return True
     parts = [*typing.get_args(annotation), getattr(annotation, "__value__", None)]

@@ -41,10 +41,10 @@ def test_unchecked_functions_raise_their_own_errors(unchecked):
     [
         (int, False),
         (Any, False),
-        ("TokenSplit", False),
         (dict[str, Tensor], False),
         (tuple[int, ...] | None, False),
         ("Float[Tensor, 'T']", True),
+        ("Axes", True),
         (Int[Tensor, "T K"], True),
         (list[int] | Int[Tensor, "T K"] | None, True),
         (dict[str, tuple[Float[Tensor, "T"], ...]], True),
