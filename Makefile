@@ -21,11 +21,11 @@ eval: setup
 	$(BIN)/sfa eval --untrained
 
 test: setup
-	$(BIN)/python -m pytest -n 2
+	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 # the full products that make test samples; about half an hour
 test-all: setup
-	SFA_ALL=1 $(BIN)/python -m pytest -n 2
+	SFA_ALL=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 
 # runs every notebook from nothing, one thread each, and leaves the files as they are
 notebooks: setup
