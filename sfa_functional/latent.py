@@ -74,14 +74,59 @@ def latent_queries(
     Source: DeepSeek-V2 (2024), eq. 6 to 12 and section 2.1.2 (absorption); DeepSeek-V3.2-Exp, inference/model.py.
     """
     _check(params, x_TD, config, "latent_queries")
-    w_uk_HPL, _ = split_kv_b(params.kv_b_proj, config)
-    with without_autocast(x_TD):
-        q_latent_TQ = rms_norm(linear(x_TD, params.q_a_proj), params.q_a_layernorm, config.latent_norm_eps)
-        q = rearrange(linear(q_latent_TQ, params.q_b_proj), "t (h x) -> t h x", h=config.num_attention_heads)
-        q_nope_THP, q_rope_THR = q.split([config.qk_nope_head_dim, config.qk_rope_head_dim], dim=-1)
-        absorbed_THL = einsum(q_nope_THP, w_uk_HPL, "t h p, h p l -> t h l")
-    q_THE = torch.cat([absorbed_THL, rotate(q_rope_THR, cos, sin, pairing=config.rope_pairing)], dim=-1)
-    return q_THE, q_latent_TQ
+    nope_THP, rope_THR, q_latent_TQ = _heads_of(params, x_TD, cos, sin, config)
+    return _absorbed(params, nope_THP, rope_THR, config), q_latent_TQ
+
+
+def head_queries(
+    params: LayerParams,
+    x_TD: Float[Tensor, "T D"],
+    cos: Float[Tensor, "T F"],
+    sin: Float[Tensor, "T F"],
+    *,
+    config: SFAConfig,
+) -> tuple[Float[Tensor, "T H X"], Float[Tensor, "T Q"]]:
+    """Project hidden states to the queries of each head, `latent_queries` before absorption.
+
+    Args:
+        params: the layer's weights.
+        x_TD: hidden states after the layer's input norm.
+        cos: cosines of the tokens' positions, from `rope_cos_sin`.
+        sin: sines, likewise.
+        config: sizes, pairing, epsilon.
+
+    Returns:
+        ``(q_THX, q_latent_TQ)``, X = P + R: ``[q_nope ; rotate(q_rope)]``, and c as in `latent_queries`.
+
+    Raises:
+        ValueError: as `latent_queries`.
+
+    Gradients: of x and the weights, by autograd.
+    Cost: 2·T·(D·Q + Q·H·(P+R)) FLOPs.
+    Source: DeepSeek-V2 (2024), eq. 6 to 12.
+    """
+    _check(params, x_TD, config, "head_queries")
+    nope_THP, rope_THR, q_latent_TQ = _heads_of(params, x_TD, cos, sin, config)
+    return torch.cat([nope_THP, rope_THR], dim=-1), q_latent_TQ
+
+
+def absorb_queries(params: LayerParams, q_THX: Float[Tensor, "T H X"], *, config: SFAConfig) -> Float[Tensor, "T H E"]:
+    """Absorb the up-projection of keys into queries: from `head_queries` to `latent_queries`.
+
+    Args:
+        params: for ``kv_b_proj``.
+        q_THX: queries of each head.
+        config: sizes.
+
+    Returns:
+        q_THE = ``[q_nope W_UK ; q_rope]``.
+
+    Gradients: of q and ``kv_b_proj``, by autograd.
+    Cost: 2·T·H·P·L FLOPs.
+    Source: DeepSeek-V2 (2024), section 2.1.2.
+    """
+    nope_THP, rope_THR = q_THX.split([config.qk_nope_head_dim, config.qk_rope_head_dim], dim=-1)
+    return _absorbed(params, nope_THP, rope_THR, config)
 
 
 def latent_keys(
@@ -186,10 +231,62 @@ def latent_output(params: LayerParams, out_THL: Float[Tensor, "T H L"], *, confi
     want = (config.num_attention_heads, config.kv_lora_rank)
     require(tuple(out_THL.shape[1:]) == want, "latent_output", f"out must be [T, {want[0]}, {want[1]}]", out_THL.shape)
     require_float("latent_output", out=out_THL, projections=params.o_proj)
+    return output_of_heads(params, head_values(params, out_THL, config=config))
+
+
+def head_values(params: LayerParams, out_THL: Float[Tensor, "T H L"], *, config: SFAConfig) -> Float[Tensor, "T H V"]:
+    """Turn weighted latents into the weighted values of each head, ``out W_UVᵀ``: the first half of `latent_output`.
+
+    Args:
+        params: for ``kv_b_proj``.
+        out_THL: weighted sums of latents per head.
+        config: gives H, P and V.
+
+    Returns:
+        value_THV.
+
+    Gradients: of out and ``kv_b_proj``, by autograd.
+    Cost: 2·T·H·V·L FLOPs.
+    Source: DeepSeek-V2 (2024), section 2.1.2.
+    """
     _, w_uv_HVL = split_kv_b(params.kv_b_proj, config)
     with without_autocast(out_THL):
-        value_THV = einsum(out_THL, w_uv_HVL, "t h l, h v l -> t h v")
+        return einsum(out_THL, w_uv_HVL, "t h l, h v l -> t h v")
+
+
+def output_of_heads(params: LayerParams, value_THV: Float[Tensor, "T H V"]) -> Float[Tensor, "T D"]:
+    """Project the values of all heads to hidden states: the second half of `latent_output`.
+
+    Args:
+        params: for ``o_proj``.
+        value_THV: weighted values of each head.
+
+    Returns:
+        y_TD.
+
+    Gradients: of the values and ``o_proj``, by autograd.
+    Cost: 2·T·H·V·D FLOPs.
+    Source: DeepSeek-V2 (2024), eq. 10.
+    """
+    with without_autocast(value_THV):
         return linear(rearrange(value_THV, "t h v -> t (h v)"), params.o_proj)
+
+
+def _heads_of(
+    params: LayerParams, x_TD: Tensor, cos: Tensor, sin: Tensor, config: SFAConfig
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return each head's query without and with rope, and the latent query."""
+    with without_autocast(x_TD):
+        q_latent_TQ = rms_norm(linear(x_TD, params.q_a_proj), params.q_a_layernorm, config.latent_norm_eps)
+        q = rearrange(linear(q_latent_TQ, params.q_b_proj), "t (h x) -> t h x", h=config.num_attention_heads)
+    nope_THP, rope_THR = q.split([config.qk_nope_head_dim, config.qk_rope_head_dim], dim=-1)
+    return nope_THP, rotate(rope_THR, cos, sin, pairing=config.rope_pairing), q_latent_TQ
+
+
+def _absorbed(params: LayerParams, nope_THP: Tensor, rope_THR: Tensor, config: SFAConfig) -> Tensor:
+    w_uk_HPL, _ = split_kv_b(params.kv_b_proj, config)
+    with without_autocast(nope_THP):
+        return torch.cat([einsum(nope_THP, w_uk_HPL, "t h p, h p l -> t h l"), rope_THR], dim=-1)
 
 
 def _check(params: LayerParams, x_TD: Tensor, config: SFAConfig, function: str) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import blockwise_dense, blockwise_indexer, blockwise_kl, blockwise_sparse
+from . import blockwise_dense, blockwise_heads, blockwise_indexer, blockwise_kl, blockwise_sparse
 from .paged import Rows, SplitRows
 from .precision import wide, without_autocast
 
@@ -26,7 +26,7 @@ def one_by_one(call: Callable[..., Any]) -> Callable[..., Any]:
 
     def batched(info: Any, in_dims: tuple[int | None, ...], *arguments: Any) -> tuple[Any, Any]:
         results = [
-            call(*(x if dim is None else x.select(dim, b) for x, dim in zip(arguments, in_dims, strict=True)))
+            call(*(x.select(dim, b) if isinstance(dim, int) else x for x, dim in zip(arguments, in_dims, strict=True)))
             for b in range(info.batch_size)
         ]
         if isinstance(results[0], Tensor):
@@ -261,6 +261,94 @@ def dense_attention(
     tensors = q_THE, *tensors_of(kv)
     run = _DENSE if constant(*tensors) else _DenseAttention.apply
     return run(*tensors, start_T, end_T, row_S, float(scale), value_dim, workspace_bytes)
+
+
+# --- attention with keys and values per head -----------------------------------------------------------------------
+
+_HEADS = operator(
+    "attend_per_head(Tensor q, Tensor rows, Tensor? rope, Tensor w_uk, Tensor w_uv, Tensor topk, Tensor start,"
+    " Tensor end, Tensor? row_S, int[] runs, float scale, int workspace_bytes) -> Tensor",
+    lambda q, rows, rope, *tensors_numbers: blockwise_heads.attend_per_head(
+        q, rows_of(rows, rope), *tensors_numbers[:-3], **_head_numbers(*tensors_numbers[-3:])
+    ),
+    lambda q, rows, rope, w_uk, w_uv, *_: q.new_empty(*q.shape[:2], w_uv.shape[1]),
+)
+operator(
+    "attend_per_head_backward(Tensor q, Tensor rows, Tensor? rope, Tensor w_uk, Tensor w_uv, Tensor topk, Tensor start,"
+    " Tensor end, Tensor? row_S, Tensor d_value, int[] runs, float scale, int workspace_bytes)"
+    " -> (Tensor, Tensor, Tensor, Tensor)",
+    lambda q, rows, rope, *tensors_numbers: blockwise_heads.attend_per_head_backward(
+        q, rows_of(rows, rope), *tensors_numbers[:-3], **_head_numbers(*tensors_numbers[-3:])
+    ),
+    lambda q, rows, rope, w_uk, w_uv, *_: (
+        q.new_empty(q.shape),
+        q.new_empty(rows.shape[0], q.shape[2] - w_uk.shape[1] + w_uk.shape[2], dtype=wide(q.dtype)),
+        *(w.new_empty(w.shape, dtype=wide(w.dtype)) for w in (w_uk, w_uv)),
+    ),
+)
+
+
+def _head_numbers(runs: list[int], scale: float, workspace_bytes: int) -> dict[str, Any]:
+    pairs = list(zip(runs[::2], runs[1::2], strict=True))
+    return {"runs": pairs, "scale": scale, "workspace_bytes": workspace_bytes}
+
+
+class _AttendPerHead(torch.autograd.Function):
+    """Saves q, the rows, the up-projections, the selection and the ranges."""
+
+    @staticmethod
+    def forward(
+        q: Tensor,
+        rows: Tensor,
+        rope: Tensor | None,
+        w_uk: Tensor,
+        w_uv: Tensor,
+        topk: Tensor,
+        start: Tensor,
+        end: Tensor,
+        row_S: Tensor | None,
+        runs: list[int],
+        scale: float,
+        workspace_bytes: int,
+    ) -> Any:
+        return _HEADS(q, rows, rope, w_uk, w_uv, topk, start, end, row_S, runs, scale, workspace_bytes)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        *tensors, ctx.runs, ctx.scale, ctx.workspace_bytes = inputs
+        ctx.save_for_backward(*tensors)
+
+    @staticmethod
+    def backward(ctx: Any, d_value: Tensor) -> Any:
+        saved = ctx.saved_tensors
+        inputs = *saved, d_value, ctx.runs, ctx.scale, ctx.workspace_bytes
+        dq_THX, dkv_SE, *dw = once("attend_per_head_backward", *inputs)
+        dw_uk_HPL, dw_uv_HVL = (x.to(saved[3].dtype) for x in dw)
+        return dq_THX, *gradients_of(dkv_SE, *saved[1:3]), dw_uk_HPL, dw_uv_HVL, *[None] * 7
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[int | None, ...], *arguments: Any) -> Any:
+        return one_by_one(_AttendPerHead.apply)(info, in_dims, *arguments)
+
+
+def attend_per_head(
+    q_THX: Tensor,
+    kv: Rows,
+    w_uk_HPL: Tensor,
+    w_uv_HVL: Tensor,
+    topk_TK: Tensor,
+    start_T: Tensor,
+    end_T: Tensor,
+    row_S: Tensor | None,
+    *,
+    runs: list[int],
+    scale: float,
+    workspace_bytes: int,
+) -> Tensor:
+    """Attend per head, differentiably; ``runs`` is flat. See `blockwise_heads.attend_per_head`."""
+    tensors = q_THX, *tensors_of(kv), w_uk_HPL, w_uv_HVL
+    run = _HEADS if constant(*tensors) else _AttendPerHead.apply
+    return run(*tensors, topk_TK, start_T, end_T, row_S, runs, float(scale), workspace_bytes)
 
 
 # --- the indexer ---------------------------------------------------------------------------------------------------

@@ -101,7 +101,7 @@ def query_tiles(start_T: Tensor, end_T: Tensor, num_keys: int, limit: int) -> It
     tile, so that results keep their shapes.
     """
     count = start_T.shape[0]
-    ranges = _host_ranges(start_T, end_T, num_keys)
+    ranges = host_ranges(start_T, end_T, num_keys)
     if ranges is None or count == 0:
         for first in range(0, max(count, 1), limit):
             yield slice(first, min(first + limit, count)), (0, num_keys if count else 0)
@@ -121,7 +121,7 @@ def query_tiles(start_T: Tensor, end_T: Tensor, num_keys: int, limit: int) -> It
         first = last
 
 
-def _host_ranges(start_T: Tensor, end_T: Tensor, num_keys: int) -> list[tuple[int, int]] | None:
+def host_ranges(start_T: Tensor, end_T: Tensor, num_keys: int) -> list[tuple[int, int]] | None:
     """Return the visible ranges as numbers, (0, 0) where empty; None where reading them would wait or can't be done."""
     if torch.compiler.is_compiling() or start_T.device.type != "cpu" or end_T.device.type != "cpu":
         return None

@@ -75,6 +75,9 @@ def context_parallel_layer(
     `latent_keys`, `index_keys` -> one gather, started -> `latent_queries`, `index_queries` -> the gather waited for,
     keys put into global order -> `write_cache` -> `lightning_indexer` -> `sparse_attention` -> `latent_output`.
 
+    Every query attends in the absorbed form, also where `sfa_layer` makes keys and values per head: a rank's queries
+    of a prefill are few beside the keys of all ranks. Results differ from one rank's by rounding.
+
     Args:
         params: the layer's weights, in the form that ``weights`` names.
         x_tD: this rank's hidden states, C rows in the order of ``split``; padding rows may hold anything.
