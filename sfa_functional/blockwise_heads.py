@@ -132,7 +132,7 @@ def attend_per_head_backward(
             if made.lost_s is not None:  # their gradients are 0, and 0 · NaN is NaN
                 latent_sL = latent_sL.masked_fill(made.lost_s[:, None], 0)
             for dmade_hsX, w_HXL, dw_HXL in ((dk_hsX[..., :nope], w_uk_HPL, dw_uk_HPL), (dv_hsV, w_uv_HVL, dw_uv_HVL)):
-                dw_HXL[group] += product(dmade_hsX.mT, latent_sL)
+                dw_HXL[group] += product(dmade_hsX.mT, latent_sL.expand(len(dmade_hsX), -1, -1))
                 for dmade_sX, w_XL in zip(dmade_hsX, w_HXL[group], strict=True):
                     drows_sE[:, :latent] += product(dmade_sX, w_XL)
             drows_sE[:, latent:] += dk_hsX[..., nope:].sum(0)
@@ -208,10 +208,11 @@ def _steps(bias_ts: Tensor, group: slice, copies: int, workspace_bytes: int) -> 
 def _make(rows_sE: Tensor, w_uk_hPL: Tensor, w_uv_hVL: Tensor) -> HeadKeys:
     """Make keys and values of some heads. Keys lie as the product with queries reads them fastest."""
     dtype, latent = product_dtype(rows_sE), w_uk_hPL.shape[2]
-    rows_sE = rows_sE.to(dtype)
-    keys_hPs = product(w_uk_hPL.to(dtype), rows_sE[:, :latent].mT).to(dtype)
-    keys_hXs = torch.cat([keys_hPs, rows_sE[:, latent:].mT.expand(len(keys_hPs), -1, -1)], dim=1)
-    values_hsV = product(rows_sE[:, :latent], w_uv_hVL.to(dtype).mT).to(dtype)
+    rows_hsE = rows_sE.to(dtype).expand(len(w_uk_hPL), -1, -1)  # a product of all heads with one tensor is rounded
+    latent_hsL, rope_hsR = rows_hsE[..., :latent], rows_hsE[..., latent:]  # differently where that requires grad
+    keys_hPs = product(w_uk_hPL.to(dtype), latent_hsL.mT).to(dtype)
+    keys_hXs = torch.cat([keys_hPs, rope_hsR.mT], dim=1)
+    values_hsV = product(latent_hsL, w_uv_hVL.to(dtype).mT).to(dtype)
     if not may_hold(~(keys_hXs.sum() + values_hsV.sum()).isfinite()):
         return HeadKeys(keys_hXs, values_hsV, None)
     lost_s = ~(finite_rows(keys_hXs.mT) & finite_rows(values_hsV)).all(0)

@@ -341,6 +341,13 @@ def test_results_and_gradients_are_the_same_run_after_run(dtype):
         assert all(torch.equal(a, b) for a, b in zip(again, run(), strict=True))
 
 
+def test_results_do_not_depend_on_whether_gradients_are_recorded():
+    """``torch.matmul`` of a batch with one matrix takes another way where that requires grad."""
+    params, x_TD, batch = PARAMS, torch.randn(13, 64).double(), sfa.Batch.from_lengths([5, 8])
+    with_grad = sfa.sfa_layer(params, x_TD.clone().requires_grad_(), batch, config=CONFIG).y_TD
+    assert torch.equal(with_grad, sfa.sfa_layer(params, x_TD, batch, config=CONFIG).y_TD)
+
+
 def test_bfloat16_stays_within_its_rounding():
     params = sfa.init_params(CONFIG, dtype=torch.float64)
     batch, q_THX, rows_SE, selection_TK, _ = _problem("tokens")
