@@ -11,6 +11,7 @@ sides: they are replaced by what they would return.
 import argparse
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,7 +19,8 @@ from ring import anonymous_growth
 from torch import Tensor
 
 import sfa_functional as sfa
-from sfa_functional.latent import split_kv_b
+from sfa_functional.latent import absorb_queries, head_values
+from sfa_functional.per_head import attend_in_both_forms, batch_runs
 
 CONFIG = sfa.GLM_5
 
@@ -75,17 +77,18 @@ def projected(tokens: int, dtype: torch.dtype) -> dict[str, Tensor]:
 
 
 def ours_between(tokens: int, dtype: torch.dtype) -> Callable[[], Any]:
-    """Return the layer between its projections: absorb, rotate, select, attend, leave the latents."""
+    """Return the layer between its projections: rotate, select, attend in the form that the layer chooses."""
     given, c, batch = projected(tokens, dtype), CONFIG, sfa.Batch.from_lengths([tokens])
     rope = sfa.rope_cos_sin(batch.position_T, c)
-    w_uk_HPL, w_uv_HVL = split_kv_b(given["kv_b_proj"], c)
+    params = replace(sfa.init_params(replace(c, hidden_size=1), dtype=dtype), kv_b_proj=given["kv_b_proj"])
+    named = {"config": c, "k": c.index_topk}
 
     def run(rows: slice = slice(None), implementation: Any = None) -> Tensor:
+        some = replace(batch, **{name: getattr(batch, name)[rows] for name in ("start_T", "end_T", "request_T")})
         cos, sin = (x[rows] for x in rope)
         q = given["q_b_proj"][rows].unflatten(1, (c.num_attention_heads, -1))
         q_nope, q_rope = q.split([c.qk_nope_head_dim, c.qk_rope_head_dim], dim=-1)
-        absorbed = torch.einsum("thp,hpl->thl", q_nope, w_uk_HPL)
-        q_THE = torch.cat([absorbed, sfa.rotate(q_rope, cos, sin, pairing=c.rope_pairing)], dim=-1)
+        q_THX = torch.cat([q_nope, sfa.rotate(q_rope, cos, sin, pairing=c.rope_pairing)], dim=-1)
         latent, key = given["kv_a_proj"].split([c.kv_lora_rank, c.qk_rope_head_dim], dim=-1)
         latent = sfa.rms_norm(latent, torch.ones(c.kv_lora_rank), c.latent_norm_eps)
         kv_SE = torch.cat([latent, sfa.rotate(key, *rope, pairing=c.rope_pairing)], dim=-1)
@@ -99,14 +102,17 @@ def ours_between(tokens: int, dtype: torch.dtype) -> Callable[[], Any]:
             for x, angles in ((q_TJI, (cos, sin)), (k_SI, rope))
         )
         w_TJ = given["weights_proj"][rows].float() * c.index_weight_scale
-        ranges = batch.start_T[rows], batch.end_T[rows]
+        ranges = some.start_T, some.end_T
         topk_TK = sfa.lightning_indexer(q_TJI, k_SI, w_TJ, *ranges, k=c.index_topk, implementation=implementation)
-        named = {"scale": c.softmax_scale, "value_dim": c.kv_lora_rank, "implementation": implementation}
-        out_THL = sfa.sparse_attention(q_THE, kv_SE, topk_TK, **named).out_THL
-        return torch.einsum("thl,hvl->thv", out_THL, w_uv_HVL)
+        if implementation is None:
+            runs = batch_runs(some, kv_SE, implementation=None, **named)
+            return attend_in_both_forms(params, q_THX, kv_SE, topk_TK, some, runs, config=c)
+        absorbed = {"scale": c.softmax_scale, "value_dim": c.kv_lora_rank, "implementation": implementation}
+        out_THL = sfa.sparse_attention(absorb_queries(params, q_THX, config=c), kv_SE, topk_TK, **absorbed).out_THL
+        return head_values(params, out_THL, config=c)
 
-    few = slice(tokens - 2, tokens)
-    torch.testing.assert_close(run(few), run(few, "reference"), rtol=1e-2, atol=1e-3)
+    few, whole = slice(tokens - 2, tokens), run()
+    torch.testing.assert_close(whole[few], run(few, "reference"), rtol=1e-2, atol=1e-3)
     return run
 
 

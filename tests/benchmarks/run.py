@@ -258,7 +258,8 @@ def cache_write() -> Iterator[Row]:
 
 def measured(*arguments: object, **environment: str) -> float:
     """Run `measured.py` in a process of its own and return the number that it prints last."""
-    command = [sys.executable, str(MEASURED), *map(str, arguments)]
+    clock = ["--cpu-time"] if CLOCK is time.process_time else []
+    command = [sys.executable, str(MEASURED), *map(str, arguments), *clock]
     done = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(done.stderr)
