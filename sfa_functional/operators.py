@@ -22,9 +22,12 @@ PLAIN: dict[Any, Callable[..., Any]] = {}
 
 
 def one_by_one(call: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the rule of vmap for a function of tensors: call it for each member of the batch, stack the results."""
+    """Return the rule of vmap for a function of tensors: call it for each member of the batch, stack the results.
 
-    def batched(info: Any, in_dims: tuple[int | None, ...], *arguments: Any) -> tuple[Any, Any]:
+    Of an argument that is a list ``in_dims`` has a list, of None.
+    """
+
+    def batched(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[Any, Any]:
         results = [
             call(*(x.select(dim, b) if isinstance(dim, int) else x for x, dim in zip(arguments, in_dims, strict=True)))
             for b in range(info.batch_size)
@@ -115,7 +118,7 @@ class _Once(torch.autograd.Function):
         raise ValueError(f"{ctx.function}: gradients must be taken once; got a second derivative")
 
     @staticmethod
-    def vmap(info: Any, in_dims: tuple[int | None, ...], *arguments: Any) -> Any:
+    def vmap(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> Any:
         return one_by_one(_Once.apply)(info, in_dims, *arguments)
 
 
@@ -327,7 +330,7 @@ class _AttendPerHead(torch.autograd.Function):
         return dq_THX, *gradients_of(dkv_SE, *saved[1:3]), dw_uk_HPL, dw_uv_HVL, *[None] * 7
 
     @staticmethod
-    def vmap(info: Any, in_dims: tuple[int | None, ...], *arguments: Any) -> Any:
+    def vmap(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> Any:
         return one_by_one(_AttendPerHead.apply)(info, in_dims, *arguments)
 
 
