@@ -1,6 +1,7 @@
 """Run a function on every rank of a mesh: whole values in, shards in the body, named collectives, whole values out."""
 
 import functools
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -95,14 +96,27 @@ def shard_map(
         arguments, call.arguments = call.arguments, []
         return call.finish(_Forward.apply(call, *arguments))  # type: ignore[no-untyped-call]
 
-    refusal = "shard_map: a mesh's ranks can't be compiled; compile what the body calls"
-    uncompiled = torch.compiler.disable(run, reason=refusal)
+    # Where Dynamo may be at work, the call must also be out of its reach; where nobody imported it, nothing compiles.
+    uncompiled = _untraced(
+        lambda *args: (torch.compiler.disable(run) if "torch._dynamo" in sys.modules else run)(*args)
+    )
 
     @functools.wraps(fn)
     def sharded(*args: Any) -> Any:
         return uncompiled(*args)
 
     return sharded
+
+
+def _untraced(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Mark a function that `torch.compile` is to refuse, as `torch.compiler.disable` does, which imports Dynamo.
+
+    That takes as long as everything else that a process of torchrun imports.
+    """
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]
+    reason = "shard_map: a mesh's ranks can't be compiled; compile what the body calls"
+    function._torchdynamo_disable_msg = reason  # type: ignore[attr-defined]
+    return function
 
 
 class _Call:

@@ -3,8 +3,12 @@
 import gc
 import itertools
 import math
+import os
+import subprocess
+import sys
 import weakref
 from dataclasses import fields, replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,6 +22,7 @@ from sharding import Collectives, MeshShape, P, Rules, param_specs, shard_map, s
 pytestmark = pytest.mark.usefixtures("unchecked")  # checks at every call of every rank would take most of the time
 
 CONFIG = replace(sfa.TINY, indexer_types=("full", "shared"))
+ROOT = Path(__file__).parent.parent.parent
 WHOLE = P()
 
 
@@ -864,6 +869,33 @@ def test_compiling_is_refused_with_the_reason(inner):
     with pytest.raises(torch._dynamo.exc.Unsupported) as error:
         compiled(torch.ones(3))
     assert "shard_map: a mesh's ranks can't be compiled; compile what the body calls" in str(error.value)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # Dynamo's own
+def test_what_breaks_out_of_a_compiled_function_gives_the_same_values_and_gradients():
+    torch.compiler.reset()
+    run = _mapped(_cubes)
+    x = torch.arange(3.0, requires_grad=True)
+    compiled = torch.compile(lambda x: run(x * 2) + 1, backend="eager")(x)
+    plain = run(x * 2) + 1
+    torch.testing.assert_close(compiled, plain, rtol=0, atol=0)
+    want = torch.autograd.grad(plain.sum(), x)[0]
+    torch.testing.assert_close(torch.autograd.grad(compiled.sum(), x)[0], want, rtol=0, atol=0)
+
+
+def test_a_process_that_compiles_nothing_does_not_import_the_compiler():
+    """It would take as long again as all that it imports."""
+    script = """if True:
+        import sys, torch, sharding
+        mesh, P = sharding.simulated_mesh(sharding.MeshShape(cp=2)), sharding.P
+        run = sharding.shard_map(lambda comm, x: comm["cp"].all_gather(x), mesh, in_specs=P("cp"), out_specs=P())
+        x = torch.ones(4, requires_grad=True)
+        run(x).sum().backward()
+        print(x.grad.tolist(), "torch._dynamo" in sys.modules)
+    """
+    environment = os.environ | {"SFA_UNCHECKED": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout == "[1.0, 1.0, 1.0, 1.0] False\n"
 
 
 def test_a_body_may_call_what_is_compiled():
