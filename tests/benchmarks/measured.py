@@ -168,6 +168,8 @@ def main() -> None:
     parser.add_argument("--cpu-time", action="store_true", help="count this process's seconds, not the clock's")
     options = parser.parse_args()
     torch.manual_seed(0)
+    if options.cpu_time:  # threads that wait for each other spin, and that counts
+        torch.set_num_threads(1)
     with torch.no_grad():
         if options.what == "memory":
             print(memory(options.subject))
