@@ -35,6 +35,8 @@ PLACES = {
             "test_what_ranks_keep_for_backward_is_free_when_the_result_is",
             "test_a_result_is_compared_on_the_ranks_that_hold_the_same_part",
             "test_compiling_is_refused_with_the_reason",
+            "test_what_breaks_out_of_a_compiled_function_gives_the_same_values_and_gradients",
+            "test_a_process_that_compiles_nothing_does_not_import_the_compiler",
             "test_a_body_may_call_what_is_compiled",
         ],
     ),
