@@ -4,6 +4,9 @@ A run of queries reads all rows that any of them sees, in order, and adds to eac
 query selected the key: -inf where it did not. So nothing is gathered, a selection counts as in `blockwise_sparse`, and
 products of 256 queries and thousands of keys run at nine tenths of a square one's rate. Whole rows of logits are held,
 with no running softmax: `per_head.per_head_runs` sends only queries here whose keys fit the workspace.
+
+Of the workspace, keys and values of a group of heads take a half; the counts of a run, a byte each, which serve all
+groups, a quarter; and the logits of a step a quarter.
 """
 
 from collections.abc import Iterator
@@ -15,10 +18,19 @@ from torch import Tensor
 from .blockwise_sparse import add_rows
 from .paged import SplitRows, num_rows
 from .precision import product, product_dtype, wide
-from .tiles import finite_rows, key_tile, may_hold, queries_per_step, query_tiles
+from .tiles import finite_rows, key_tile, may_hold, products_per_step, queries_per_step, query_tiles
 
 QUERY_TILE = 256
 """Queries of a step at most. The product of 128 with their keys runs at 0.8 of a square one's rate, of 256 at 0.9."""
+
+
+class Tile(NamedTuple):
+    """Queries that are worked on together."""
+
+    queries: slice
+    count_ts: Tensor  # how often each lists each key of the run that any of them sees; 1 everywhere where it lists none
+    empty_t: Tensor | None  # which list none; None: no query
+    repeats: bool  # whether a count may exceed 1
 
 
 class Run(NamedTuple):
@@ -26,8 +38,7 @@ class Run(NamedTuple):
 
     first: int  # key row of the first key
     rows_sE: Tensor
-    known_s: Tensor | None  # whether a pool holds the row; None: all
-    tiles: list[tuple[slice, int]]  # queries that are worked on together, and how many of the run's keys they see
+    tiles: list[Tile]
 
 
 class HeadKeys(NamedTuple):
@@ -42,7 +53,7 @@ class Weighing(NamedTuple):
     """What is added to the logits of a tile, for all heads alike: ``ln n`` of a key that a query lists n times."""
 
     bias_ts: Tensor
-    empty_t: Tensor | None  # queries without keys; None: no query
+    empty_t: Tensor | None
     spoiled_t: Tensor | None  # queries that selected a key that is not finite; None: no query
 
     def cover(self, x_htX: Tensor, spoiled: float) -> Tensor:
@@ -72,12 +83,12 @@ def attend_per_head(
     s is ``[c_s ; k_s]``.
     """
     value_THV = q_THX.new_zeros(*q_THX.shape[:2], w_uv_HVL.shape[1])
-    for run in _runs(q_THX, kv, start_T, end_T, row_S, runs, workspace_bytes):
+    for run in _runs(q_THX, kv, topk_TK, start_T, end_T, row_S, runs, workspace_bytes):
         for group in _groups(q_THX, value_THV.shape[2] + q_THX.shape[2], len(run.rows_sE), workspace_bytes // 2):
             made = _make(run.rows_sE, w_uk_HPL[group], w_uv_HVL[group])
-            for queries, seen in run.tiles:
-                weighing = _weigh(topk_TK[queries], run, seen, made)
-                for heads in _steps(weighing.bias_ts, group, 2, workspace_bytes):
+            for tile in run.tiles:
+                weighing, queries = _weigh(tile, made), tile.queries
+                for heads in _steps(weighing.bias_ts, group, 2, workspace_bytes // 4):
                     value_THV[queries, heads] = _attend(q_THX[queries, heads], made, heads, group, weighing, scale)
     return value_THV
 
@@ -113,16 +124,16 @@ def attend_per_head_backward(
     dq_THX = q_THX.new_zeros(q_THX.shape)
     dkv_SE = q_THX.new_zeros(num_rows(kv), q_THX.shape[2] - nope + latent, dtype=dtype)
     dw_uk_HPL, dw_uv_HVL = (x.new_zeros(x.shape, dtype=dtype) for x in (w_uk_HPL, w_uv_HVL))
-    for run in _runs(q_THX, kv, start_T, end_T, row_S, runs, workspace_bytes):
+    for run in _runs(q_THX, kv, topk_TK, start_T, end_T, row_S, runs, workspace_bytes):
         drows_sE = torch.zeros_like(run.rows_sE, dtype=dtype)
         columns = 2 * (d_value_THV.shape[2] + q_THX.shape[2])  # keys and values, and their gradients
         for group in _groups(q_THX, columns, len(run.rows_sE), workspace_bytes // 2):
             made = _make(run.rows_sE, w_uk_HPL[group], w_uv_HVL[group])
             dk_hsX = torch.zeros_like(made.keys_hXs.mT, dtype=dtype, memory_format=torch.contiguous_format)
             dv_hsV = torch.zeros_like(made.values_hsV, dtype=dtype)
-            for queries, seen in run.tiles:
-                weighing = _weigh(topk_TK[queries], run, seen, made)
-                for heads in _steps(weighing.bias_ts, group, 3, workspace_bytes):
+            for tile in run.tiles:
+                (weighing, queries), seen = (_weigh(tile, made), tile.queries), tile.count_ts.shape[1]
+                for heads in _steps(weighing.bias_ts, group, 3, workspace_bytes // 4):
                     step = q_THX[queries, heads], d_value_THV[queries, heads], made, heads, group, weighing, scale
                     dq_THX[queries, heads], dk_hkX, dv_hkV = _attend_backward(*step)
                     inside = slice(heads.start - group.start, heads.stop - group.start)
@@ -166,13 +177,17 @@ def _attend_backward(
 def _runs(
     q_THX: Tensor,
     kv: Tensor | SplitRows,
+    topk_TK: Tensor,
     start_T: Tensor,
     end_T: Tensor,
     row_S: Tensor | None,
     runs: list[tuple[int, int]],
     workspace_bytes: int,
 ) -> Iterator[Run]:
-    """Read the rows of each run that sees any, and cut its queries into tiles."""
+    """Read the rows of each run that sees any, cut its queries into tiles and count what they list.
+
+    A run whose counts exceed a quarter of the workspace comes in parts, each with the rows that its queries see.
+    """
     num_keys = num_rows(kv) if row_S is None else row_S.shape[0]
     itemsize = wide(q_THX.dtype).itemsize
     for low, high in runs:
@@ -181,26 +196,54 @@ def _runs(
         if not spans:
             continue
         first, last = min(span[0] for span in spans), max(span[1] for span in spans)
+        rows_sE, known_s = key_tile(kv, slice(first, last), row_S)
         limit = min(QUERY_TILE, queries_per_step(2 * (last - first) * itemsize, q_THX.device, 2 * workspace_bytes))
-        tiles = [
-            (slice(low + queries.start, low + queries.stop), span[1] - first)
-            for queries, span in query_tiles(*ranges, num_keys, limit)
-            if span[0] < span[1]
-        ]
-        yield Run(first, *key_tile(kv, slice(first, last), row_S), tiles)
+        tiles: list[Tile] = []
+        for queries, span in query_tiles(*ranges, num_keys, limit):
+            if span[0] == span[1]:
+                continue
+            queries = slice(low + queries.start, low + queries.stop)
+            tile = _count(topk_TK[queries], queries, first, known_s, span[1] - first)
+            if tiles and sum(t.count_ts.nbytes for t in [*tiles, tile]) > workspace_bytes // 4:
+                yield _part(first, rows_sE, tiles)
+                tiles = []
+            tiles.append(tile)
+        yield _part(first, rows_sE, tiles)
+
+
+def _part(first: int, rows_sE: Tensor, tiles: list[Tile]) -> Run:
+    return Run(first, rows_sE[: max(tile.count_ts.shape[1] for tile in tiles)], tiles)
+
+
+def _count(topk_tK: Tensor, queries: slice, first: int, known_s: Tensor | None, seen: int) -> Tile:
+    """Count how often each query lists each of so many keys from a row on."""
+    used_tK = (topk_tK >= first) & (topk_tK < first + seen)
+    column_tK = torch.where(used_tK, topk_tK - first, seen).long()
+    one_tK = torch.ones_like(topk_tK)
+    count_ts = one_tK.new_zeros(len(topk_tK), seen + 1).scatter_add_(1, column_tK, one_tK)[:, :seen]
+    if known_s is not None:
+        count_ts = count_ts.masked_fill(~known_s[:seen], 0)
+    empty_t, most = count_ts.amax(-1) == 0, count_ts.amax()
+    empty = may_hold(empty_t)
+    if empty:
+        count_ts = count_ts.masked_fill(empty_t[:, None], 1)
+    fits = topk_tK.shape[1] <= 255 or not may_hold(most > 255)
+    return Tile(queries, count_ts.to(torch.uint8) if fits else count_ts, empty_t if empty else None, may_hold(most > 1))
 
 
 def _groups(q_THX: Tensor, columns: int, keys: int, workspace_bytes: int) -> Iterator[slice]:
-    """Cut heads into groups of which so many columns for each key fit; what is added to logits serves a whole group."""
+    """Cut heads into groups of which so many columns for each key fit, so that threads share them evenly."""
     heads, size = q_THX.shape[1], workspace_bytes // (columns * keys * wide(q_THX.dtype).itemsize)
-    for low in range(0, heads, max(1, size)):
-        yield slice(low, min(low + max(1, size), heads))
+    threads = torch.get_num_threads()
+    size = max(1, size - size % threads if size > threads else size)
+    for low in range(0, heads, size):
+        yield slice(low, min(low + size, heads))
 
 
 def _steps(bias_ts: Tensor, group: slice, copies: int, workspace_bytes: int) -> Iterator[slice]:
     """Cut a group of heads into those whose logits, some copies of them, are worked on in one step."""
     bytes_per_head = bias_ts.numel() * bias_ts.element_size()
-    size = queries_per_step(bytes_per_head, bias_ts.device, workspace_bytes // (2 * copies))
+    size = products_per_step(bytes_per_head, bias_ts.device, workspace_bytes // copies)
     for low in range(group.start, group.stop, size):
         yield slice(low, min(low + size, group.stop))
 
@@ -208,10 +251,10 @@ def _steps(bias_ts: Tensor, group: slice, copies: int, workspace_bytes: int) -> 
 def _make(rows_sE: Tensor, w_uk_hPL: Tensor, w_uv_hVL: Tensor) -> HeadKeys:
     """Make keys and values of some heads. Keys lie as the product with queries reads them fastest."""
     dtype, latent = product_dtype(rows_sE), w_uk_hPL.shape[2]
-    rows_hsE = rows_sE.to(dtype).expand(len(w_uk_hPL), -1, -1)  # a product of all heads with one tensor is rounded
-    latent_hsL, rope_hsR = rows_hsE[..., :latent], rows_hsE[..., latent:]  # differently where that requires grad
-    keys_hPs = product(w_uk_hPL.to(dtype), latent_hsL.mT).to(dtype)
-    keys_hXs = torch.cat([keys_hPs, rope_hsR.mT], dim=1)
+    latent_sL, rope_sR = rows_sE.to(dtype).tensor_split([latent], dim=1)
+    latent_hsL = latent_sL.expand(len(w_uk_hPL), -1, -1)  # a product of all heads with one tensor is rounded
+    keys_hPs = product(w_uk_hPL.to(dtype), latent_hsL.mT).to(dtype)  # differently where that requires grad
+    keys_hXs = torch.cat([keys_hPs, rope_sR.mT.contiguous().expand(len(keys_hPs), -1, -1)], dim=1)
     values_hsV = product(latent_hsL, w_uv_hVL.to(dtype).mT).to(dtype)
     if not may_hold(~(keys_hXs.sum() + values_hsV.sum()).isfinite()):
         return HeadKeys(keys_hXs, values_hsV, None)
@@ -219,25 +262,20 @@ def _make(rows_sE: Tensor, w_uk_hPL: Tensor, w_uv_hVL: Tensor) -> HeadKeys:
     return HeadKeys(keys_hXs.masked_fill_(lost_s, 0), values_hsV.masked_fill_(lost_s[:, None], 0), lost_s)
 
 
-def _weigh(topk_tK: Tensor, run: Run, seen: int, made: HeadKeys) -> Weighing:
-    """Count how often each query lists each key that the tile sees.
+def _weigh(tile: Tile, made: HeadKeys) -> Weighing:
+    """Turn counts into what is added to logits.
 
     Queries that have no key, or one that is not finite, weigh all keys alike: nothing of theirs is used.
     """
-    used_tK = (topk_tK >= run.first) & (topk_tK < run.first + seen)
-    column_tK = torch.where(used_tK, topk_tK - run.first, seen).long()
-    one_tK = torch.ones(column_tK.shape, dtype=wide(made.values_hsV.dtype), device=topk_tK.device)
-    bias_ts = one_tK.new_zeros(len(topk_tK), seen + 1).scatter_add_(1, column_tK, one_tK)[:, :seen].log_()
-    if run.known_s is not None:
-        bias_ts.masked_fill_(~run.known_s[:seen], -torch.inf)
-    empty_t, spoiled_t = bias_ts.amax(-1) == -torch.inf, None
+    bias_ts, spoiled_t = tile.count_ts.to(wide(made.values_hsV.dtype)), None
     if made.lost_s is not None:
-        spoiled_t = ((bias_ts > -torch.inf) & made.lost_s[:seen]).any(-1)
-        bias_ts.masked_fill_(spoiled_t[:, None], 0)
-    empty = may_hold(empty_t)
-    return Weighing(
-        bias_ts.masked_fill_(empty_t[:, None], 0) if empty else bias_ts, empty_t if empty else None, spoiled_t
-    )
+        spoiled_t = ((tile.count_ts > 0) & made.lost_s[: bias_ts.shape[1]]).any(-1)
+        bias_ts.masked_fill_(spoiled_t[:, None], 1)
+    if tile.repeats:
+        bias_ts.log_()
+    else:  # ln n = 1 - 1/n for 0 and 1, in a fifth of the time
+        bias_ts.reciprocal_().neg_().add_(1)
+    return Weighing(bias_ts, tile.empty_t, spoiled_t)
 
 
 def _of_step(made: HeadKeys, heads: slice, group: slice, weighing: Weighing) -> tuple[Tensor, Tensor]:

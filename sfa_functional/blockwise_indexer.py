@@ -4,7 +4,17 @@ import torch
 from torch import Tensor
 
 from .precision import product, product_dtype, wide
-from .tiles import KEY_TILE, finite_rows, key_tile, key_tiles, keys_per_run, queries_per_step, query_tiles, visible
+from .tiles import (
+    KEY_TILE,
+    all_finite,
+    finite_rows,
+    key_tile,
+    key_tiles,
+    keys_per_run,
+    queries_per_step,
+    query_tiles,
+    visible,
+)
 
 
 def lightning_indexer(
@@ -51,7 +61,7 @@ def tile_scores(q_tJI: Tensor, k_SI: Tensor, w_tJ: Tensor, span: tuple[int, int]
         k_kI, known_k = key_tile(k_SI, keys, row_S)
         heads_nk = product(q_nI, k_kI.mT)
         lost_k = None if known_k is None else ~known_k
-        if heads_nk.device.type != "cpu" or not heads_nk[0].isfinite().all():  # a key that isn't finite shows here
+        if heads_nk.device.type != "cpu" or not all_finite(heads_nk[0]):  # a key that isn't finite shows here
             lost_k = ~finite_rows(k_kI) if lost_k is None else lost_k | ~finite_rows(k_kI)
         score_tk = (w_t1J @ heads_nk.relu_().unflatten(0, (queries, heads)))[:, 0]
         score_tk = score_tk if lost_k is None else score_tk.masked_fill_(lost_k, torch.nan)

@@ -1,7 +1,7 @@
 """Attention to selected rows, a few queries per step: gather their rows, two products forward, five backward.
 
-On a CPU a step takes one query of a published model's size: its 2048 rows of 576 columns fit the cache, and two thirds
-to nine tenths of the time are the products. Groups of queries of that size were slower; small queries are grouped.
+On a CPU a step takes one query of a published model's size for each thread: its 2048 rows of 576 columns fit the cache,
+and two thirds to nine tenths of the time are the products. Larger groups were slower; small queries are grouped.
 
 Logits lie as [K, H]: the gathered rows are the left side of every product. A query's heads are few, and two threads
 that share such a product take 2.1 ms for 64 heads instead of 2.6 with the rows on the right; one thread takes as long.
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .paged import SplitRows, gather_rows, num_rows
 from .precision import product, product_dtype, wide
-from .tiles import finite_rows, queries_per_step
+from .tiles import all_finite, finite_rows, products_per_step
 
 
 def sparse_attention(
@@ -122,7 +122,7 @@ def _steps(
     On a CPU the selection is looked at, some steps at once, and columns that a step doesn't use are left out.
     """
     (count, heads, width), columns = q_THE.shape, topk_TK.shape[1]
-    step = queries_per_step(columns * 2 * (heads + width) * wide(q_THE.dtype).itemsize, q_THE.device, workspace_bytes)
+    step = products_per_step(columns * 2 * (heads + width) * wide(q_THE.dtype).itemsize, q_THE.device, workspace_bytes)
     looked_at = step * max(1, 64 // step)
     for first in range(0, count if num_rows(kv) and columns else 0, looked_at):
         some_TK = topk_TK[first : first + looked_at]
@@ -158,7 +158,7 @@ def _logits(
     """
     hidden_tK, spoiled_t = unused_tK, None
     z_tKH = product(kv_tKE, q_tHE.mT) if kv_tKE.device.type == "cpu" else None
-    if z_tKH is None or not z_tKH[..., 0].isfinite().all():
+    if z_tKH is None or not all_finite(z_tKH[..., 0]):
         spoiled_tK = ~finite_rows(kv_tKE)
         kv_tKE.masked_fill_(spoiled_tK[..., None], 0)
         spoiled_t = spoiled_tK.any(-1)

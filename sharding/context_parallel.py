@@ -10,10 +10,10 @@ from dataclasses import replace
 from typing import Any, Literal
 
 import torch
-from einops import einsum, rearrange
+from einops import rearrange
 from jaxtyping import Float, Int32
 from torch import Tensor
-from torch.nn.functional import linear, pad
+from torch.nn.functional import pad
 
 from sfa_functional import (
     Batch,
@@ -39,7 +39,7 @@ from sfa_functional.implementation import Implementation, choose, refuse
 from sfa_functional.layer import attend_positions, check_layer, choose_keys
 from sfa_functional.paged import Cache, JointCache, Rows, cache_rows, index_rows, require_donatable
 from sfa_functional.params import NORM_FIELDS, named_fields, param_shapes
-from sfa_functional.precision import require, without_autocast
+from sfa_functional.precision import linear, matmul, require, without_autocast
 from sfa_functional.selectors import Selector
 
 from .cache_attention import attend_by_blocks, attend_by_queries, block_size
@@ -286,7 +286,7 @@ def _exchanged_output(
 ) -> Float[Tensor, "t D"]:
     """`latent_output` where each rank has the columns of its heads: values go there, sums of products come back."""
     _, w_uv_HVL = split_kv_b(params.kv_b_proj, config)
-    value_tHV = einsum(out_tHL, w_uv_HVL, "t h l, h v l -> t h v")
+    value_tHV = matmul(out_tHL.transpose(0, 1), w_uv_HVL.mT).transpose(0, 1)
     mine_TX = comm.all_to_all(rearrange(value_tHV, "t (n h) v -> (n t) (h v)", n=comm.size))
     return comm.reduce_scatter(linear(mine_TX, params.o_proj))
 

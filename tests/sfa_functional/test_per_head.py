@@ -168,6 +168,29 @@ def test_both_forms_equal_attention_written_out_forward_and_backward(kind, runs,
     assert not results[0][0][2].any()
 
 
+@pytest.mark.parametrize("times", [1, 2, 255, 256, 300])
+def test_a_key_listed_many_times_weighs_as_often(times):
+    """Counts are kept in a byte each where they fit; 256 would be 0 there."""
+    q_THX, rows_SE = torch.randn(3, 4, 24, dtype=torch.float64), torch.randn(3, 32, dtype=torch.float64)
+    params, batch = sfa.init_params(CONFIG, dtype=torch.float64), sfa.Batch.from_lengths([3])
+    listed = [0], [0, *[1] * times], [2, 1, *[0] * times]
+    selection_TK = torch.tensor([[*rows, *[-1] * (302 - len(rows))] for rows in listed], dtype=torch.int32)
+    got = attend_in_both_forms(params, q_THX, rows_SE, selection_TK, batch, [(0, 3)], config=CONFIG)
+    torch.testing.assert_close(got, _plain(params, q_THX, rows_SE, listed), rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("threads", [2, 3])
+@pytest.mark.parametrize("runs", RUNS)
+def test_threads_change_how_work_is_cut_and_no_result(runs, threads):
+    params = sfa.init_params(CONFIG, dtype=torch.float64)
+    batch, q_THX, rows_SE, selection_TK, selected = _problem("pages")
+    torch.set_num_threads(threads)
+    for workspace in (3000, tiles.WORKSPACE):
+        named = {"config": CONFIG, "workspace_bytes": workspace}
+        got = attend_in_both_forms(params, q_THX, rows_SE, selection_TK, batch, RUNS[runs], **named)
+        torch.testing.assert_close(got, _plain(params, q_THX, rows_SE, selected), rtol=1e-10, atol=1e-10)
+
+
 def test_the_layer_selects_the_same_and_returns_the_same_in_both_forms(monkeypatch):
     params = sfa.init_params(CONFIG, dtype=torch.float64)
     x_TD, batch = torch.randn(40, CONFIG.hidden_size, dtype=torch.float64), sfa.Batch.from_lengths([26, 14])

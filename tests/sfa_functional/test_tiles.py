@@ -90,6 +90,31 @@ def test_ranges_that_cannot_be_read_make_tiles_over_all_keys():
     assert seen == [(slice(0, 4), (0, 9)), (slice(4, 6), (0, 9))]
 
 
+@pytest.mark.parametrize(
+    ("threads", "each", "workspace", "want"),
+    [
+        (1, 300, 10_000, 3),  # a step's 1000 bytes
+        (2, 300, 10_000, 6),
+        (2, 300, 1000, 2),  # half of the workspace each
+        (3, 2000, 10_000, 3),  # larger than a step: one each
+        (3, 2000, 5000, 2),  # what the workspace holds
+        (3, 2000, 1, 1),
+    ],
+)
+def test_each_thread_takes_a_step_of_its_own(monkeypatch, threads, each, workspace, want):
+    monkeypatch.setattr(tiles, "CPU_STEP", 1000)
+    torch.set_num_threads(threads)
+    assert tiles.products_per_step(each, torch.device("cpu"), workspace) == want
+    assert tiles.products_per_step(each, torch.device("meta"), workspace) == max(1, workspace // each)
+
+
+def test_a_sum_tells_of_numbers_that_are_not_finite():
+    x = torch.randn(3, 5)
+    assert tiles.all_finite(x)
+    for lost in ([torch.nan, 0], [torch.inf, 0], [0, -torch.inf], [torch.inf, -torch.inf]):
+        assert not tiles.all_finite(x.index_put((torch.tensor([0, 2]), torch.tensor(3)), torch.tensor(lost)))
+
+
 def test_key_tiles_cut_a_span_into_runs(monkeypatch):
     monkeypatch.setattr(tiles, "KEY_TILE", 4)
     assert list(tiles.key_tiles((3, 12))) == [slice(3, 7), slice(7, 11), slice(11, 12)]
