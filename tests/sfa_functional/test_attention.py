@@ -182,6 +182,20 @@ def test_out_has_the_dtype_of_q_and_lse_is_wide(dtype, implementation):
 # --- constants -----------------------------------------------------------------------------------------------------
 
 
+def test_float32_is_rounded_as_sums_in_pairs_are():
+    """2048 numbers added one after the other err by 12 roundings here, in the results and in both gradients."""
+    q_THE, kv_SE = torch.randn(6, 16, 576) / 50, torch.randn(4096, 576)
+    topk_TK = torch.stack([torch.randperm(4096)[:2048] for _ in range(6)]).to(torch.int32)
+    d_out = torch.randn(6, 16, 512)
+    results = []
+    for dtype in (torch.float32, torch.float64):
+        leaves = q_THE.to(dtype).requires_grad_(), kv_SE.to(dtype).requires_grad_()
+        out_THL, _ = sfa.sparse_attention(*leaves, topk_TK, scale=0.1, value_dim=512)
+        results.append([out_THL, *torch.autograd.grad(out_THL, leaves, d_out.to(dtype))])
+    for got, want in zip(*results, strict=True):
+        assert (got.double() - want).norm() < 8 * 2**-24 * want.norm()
+
+
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_lse_is_a_natural_logarithm(implementation):
     kv_SE = torch.tensor([[math.log(2)], [math.log(3)]])
