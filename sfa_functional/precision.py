@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 CAST_ROWS = 32
-"""Rows of a product for which its weights are worth a cast: casting takes as long as 30 rows in bfloat16."""
+"""Rows for which weights that lie by columns are worth a cast: it takes as long as 30 rows in bfloat16."""
 CAST_BYTES = 64 << 20
 """Bytes of weights in float32 that a product holds at a time."""
 
@@ -47,7 +47,8 @@ def matmul(a: Tensor, b: Tensor) -> Tensor:
     """Return ``a @ b`` in their dtype, for a few or many rows a and weights b.
 
     bfloat16 products of `CAST_ROWS` rows or more are taken in float32 where the device has no instructions for them,
-    and rounded once, as those in bfloat16 are: 0.7 s instead of 3.8 for 1024 rows by [1536, 24576], two threads.
+    and rounded once, as those in bfloat16 are: 0.7 s instead of 3.8 for 1024 rows by [1536, 24576], two threads. With
+    weights that lie by rows, as W_UK does, one row is enough: 2 ms instead of 10 for 64 heads of GLM-5.
     """
     if not _worth_casting(a, b):
         return a @ b
@@ -61,7 +62,7 @@ def linear(x_TX: Tensor, w_YX: Tensor) -> Tensor:
 
 
 def _worth_casting(a: Tensor, b: Tensor) -> bool:
-    narrow = a.dtype == b.dtype == torch.bfloat16 and a.shape[-2] >= CAST_ROWS
+    narrow = a.dtype == b.dtype == torch.bfloat16 and (a.shape[-2] >= CAST_ROWS or b.stride(-1) == 1)
     return narrow and not torch.compiler.is_compiling() and product_dtype(a) != torch.bfloat16
 
 

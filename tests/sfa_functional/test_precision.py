@@ -42,9 +42,10 @@ def test_no_cast_is_kept_for_the_backward():
 
 
 def test_few_rows_and_devices_with_instructions_are_left_to_torch(monkeypatch):
-    a, b = _whole(precision.CAST_ROWS, 30), _whole(30, 20)
+    a, b = _whole(precision.CAST_ROWS, 30), _whole(20, 30).mT
     assert precision._worth_casting(a, b)
     assert not precision._worth_casting(a[1:], b)
+    assert precision._worth_casting(a[1:], b.contiguous())
     assert not precision._worth_casting(a.float(), b.float())
     assert not precision._worth_casting(a, b.float())
     monkeypatch.setattr(precision, "_multiplies_bfloat16", lambda device: True)
