@@ -5,8 +5,9 @@ query selected the key: -inf where it did not. So nothing is gathered, a selecti
 products of 256 queries and thousands of keys run at nine tenths of a square one's rate. Whole rows of logits are held,
 with no running softmax: `per_head.per_head_runs` sends only queries here whose keys fit the workspace.
 
-Of the workspace, keys and values of a group of heads take a half; the counts of a run, a byte each, which serve all
-groups, a quarter; and the logits of a step a quarter.
+Of the workspace, keys and values of a group of heads are given a half; the counts of a run, a byte each (four where one
+exceeds 255, or may on a device), which serve all groups, a quarter; and the logits of a step a quarter. Temporaries that
+make these come on top.
 """
 
 from collections.abc import Iterator
@@ -28,7 +29,7 @@ class Tile(NamedTuple):
     """Queries that are worked on together."""
 
     queries: slice
-    count_ts: Tensor  # how often each lists each key of the run that any of them sees; 1 everywhere where it lists none
+    count_ts: Tensor  # how often each lists each key of the run that any of them sees
     empty_t: Tensor | None  # which list none; None: no query
     repeats: bool  # whether a count may exceed 1
 
@@ -90,6 +91,8 @@ def attend_per_head(
                 weighing, queries = _weigh(tile, made), tile.queries
                 for heads in _steps(weighing.bias_ts, group, 2, workspace_bytes // 4):
                     value_THV[queries, heads] = _attend(q_THX[queries, heads], made, heads, group, weighing, scale)
+            del made  # before the next group's are made
+        del run
     return value_THV
 
 
@@ -224,11 +227,13 @@ def _count(topk_tK: Tensor, queries: slice, first: int, known_s: Tensor | None, 
     if known_s is not None:
         count_ts = count_ts.masked_fill(~known_s[:seen], 0)
     empty_t, most = count_ts.amax(-1) == 0, count_ts.amax()
-    empty = may_hold(empty_t)
-    if empty:
-        count_ts = count_ts.masked_fill(empty_t[:, None], 1)
     fits = topk_tK.shape[1] <= 255 or not may_hold(most > 255)
-    return Tile(queries, count_ts.to(torch.uint8) if fits else count_ts, empty_t if empty else None, may_hold(most > 1))
+    return Tile(
+        queries,
+        count_ts.to(torch.uint8) if fits else count_ts,
+        empty_t if may_hold(empty_t) else None,
+        may_hold(most > 1),
+    )
 
 
 def _groups(q_THX: Tensor, columns: int, keys: int, workspace_bytes: int) -> Iterator[slice]:
@@ -271,6 +276,8 @@ def _weigh(tile: Tile, made: HeadKeys) -> Weighing:
     if made.lost_s is not None:
         spoiled_t = ((tile.count_ts > 0) & made.lost_s[: bias_ts.shape[1]]).any(-1)
         bias_ts.masked_fill_(spoiled_t[:, None], 1)
+    if tile.empty_t is not None:
+        bias_ts.masked_fill_(tile.empty_t[:, None], 1)
     if tile.repeats:
         bias_ts.log_()
     else:  # ln n = 1 - 1/n for 0 and 1, in a fifth of the time

@@ -39,7 +39,7 @@ def _attend(
     """Take one step. Its tensors go when it ends, so that the next finds their memory still in the cache."""
     kv_tKE = _gather(kv, topk_tK, unused_tK, product_dtype(q_tHE))
     z_tKH, hidden_tK, spoiled_t = _logits(q_tHE, kv_tKE, unused_tK, scale)
-    p_tKH, lse_tH = _weights(z_tKH, hidden_tK is not None)
+    p_tKH, lse_tH = _weights(z_tKH, hidden_tK)
     out_tLH = product(kv_tKE[..., :value_dim].mT, p_tKH)
     if spoiled_t is not None:
         out_tLH.masked_fill_(spoiled_t[:, None, None], torch.nan)
@@ -85,7 +85,7 @@ def _attend_backward(
     value_dim = d_out_tHL.shape[-1]
     kv_tKE = _gather(kv, topk_tK, unused_tK, product_dtype(q_tHE))
     z_tKH, hidden_tK, _ = _logits(q_tHE, kv_tKE, unused_tK, scale)
-    p_tKH, _ = _weights(z_tKH, hidden_tK is not None)
+    p_tKH, _ = _weights(z_tKH, hidden_tK)
     dz_tKH = product(kv_tKE[..., :value_dim], d_out_tHL.mT)
     dz_tKH.sub_((p_tKH * dz_tKH).sum(1, keepdim=True).sub_(d_lse_tH[:, None])).mul_(p_tKH).mul_(scale)
     if hidden_tK is not None:
@@ -165,18 +165,19 @@ def _logits(
     return z_tKH if hidden_tK is None else z_tKH.masked_fill_(hidden_tK[..., None], -torch.inf), hidden_tK, spoiled_t
 
 
-def _weights(z_tKH: Tensor, hides: bool) -> tuple[Tensor, Tensor]:
-    """Turn logits, of which some may be hidden, into their softmax and its lse: 0 and -inf where all are hidden.
+def _weights(z_tKH: Tensor, hidden_tK: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Turn logits into their softmax and its lse: 0 and -inf for a query whose entries are all hidden.
 
     Written out, because ``softmax`` over a dim that isn't the last adds K numbers one after the other: of 2048 its
     rounding error was two to five times that of ``sum``, which adds in pairs.
     """
     highest_tH = z_tKH.amax(1)
-    if hides:
-        highest_tH.masked_fill_(highest_tH == -torch.inf, 0)
+    empty_t1 = None if hidden_tK is None else hidden_tK.all(-1, keepdim=True)
+    if empty_t1 is not None:
+        highest_tH.masked_fill_(empty_t1, 0)
     p_tKH = z_tKH.sub_(highest_tH[:, None]).exp_()
     total_tH = p_tKH.sum(1)
     lse_tH = highest_tH.add_(total_tH.log())
-    if hides:
-        total_tH.masked_fill_(total_tH == 0, 1)
+    if empty_t1 is not None:
+        total_tH.masked_fill_(empty_t1, 1)
     return p_tKH.div_(total_tH[:, None]), lse_tH

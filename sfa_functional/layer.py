@@ -76,7 +76,7 @@ def sfa_layer(
     Gradients: of x, the projections, and the cache unless donated. A selection has none: the indexer learns from
         `indexer_kl` alone, its weights get no gradient here.
     Cost: the sum of its parts; of a prefill of 4096 tokens at GLM-5's sizes, attention takes 0.67e12 FLOPs instead of
-        1.00e12, and all between the projections 13 to 15 s instead of 25 of one core.
+        1.00e12, and all between the projections 8 s on two cores.
     Source: DeepSeek-V3.2-Exp report (2025), section 2.1; DeepSeek-V3.2-Exp, inference/model.py, class MLA.
     """
     check_layer("sfa_layer", params, x_TD, batch, cache=cache, selection=selection, select=select)

@@ -62,8 +62,9 @@ def linear(x_TX: Tensor, w_YX: Tensor) -> Tensor:
 
 
 def _worth_casting(a: Tensor, b: Tensor) -> bool:
-    narrow = a.dtype == b.dtype == torch.bfloat16 and (a.shape[-2] >= CAST_ROWS or b.stride(-1) == 1)
-    return narrow and not torch.compiler.is_compiling() and product_dtype(a) != torch.bfloat16
+    if torch.compiler.is_compiling() or not a.dtype == b.dtype == torch.bfloat16:  # first: a size looked at is guarded
+        return False
+    return product_dtype(a) != torch.bfloat16 and (a.shape[-2] >= CAST_ROWS or b.stride(-1) == 1)
 
 
 class _Float32Product(torch.autograd.Function):
@@ -90,7 +91,9 @@ class _Float32Product(torch.autograd.Function):
             products = (d_part @ part.float().mT for d_part, part in zip(cut, parts, strict=True))
             da = reduce(torch.add, products).to(a.dtype)
         if ctx.needs_input_grad[1]:
-            db = torch.cat([(a.float().mT @ part.float()).to(b.dtype) for part in _parts(d)], dim=-1)
+            a_float = a.float()
+            cut = d.split([part.shape[-1] for part in _parts(b)], dim=-1)
+            db = torch.cat([(a_float.mT @ part.float()).to(b.dtype) for part in cut], dim=-1)
         return da, db
 
 

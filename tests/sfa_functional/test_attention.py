@@ -182,6 +182,17 @@ def test_out_has_the_dtype_of_q_and_lse_is_wide(dtype, implementation):
 # --- constants -----------------------------------------------------------------------------------------------------
 
 
+def test_what_overflows_in_one_query_does_not_depend_on_another_ones_holes():
+    q_THE, kv_SE = torch.randn(2, 3, 6), torch.randn(5, 6)
+    q_THE[1, 1], kv_SE[2:] = 1e38, -kv_SE[2:].abs() * 100
+    results = []
+    for hole in (-1, 1):
+        topk_TK = torch.tensor([[0, 1, hole], [2, 3, 4]], dtype=torch.int32)
+        results.append(sfa.sparse_attention(q_THE, kv_SE, topk_TK, scale=0.1, value_dim=4))
+    for got, want in zip(*results, strict=True):
+        torch.testing.assert_close(got[1], want[1], equal_nan=True)
+
+
 def test_float32_is_rounded_as_sums_in_pairs_are():
     """2048 numbers added one after the other err by 12 roundings here, in the results and in both gradients."""
     q_THE, kv_SE = torch.randn(6, 16, 576) / 50, torch.randn(4096, 576)

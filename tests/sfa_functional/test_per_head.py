@@ -179,6 +179,20 @@ def test_a_key_listed_many_times_weighs_as_often(times):
     torch.testing.assert_close(got, _plain(params, q_THX, rows_SE, listed), rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.parametrize("poison", [torch.nan, torch.inf])
+def test_a_spoiled_row_leaves_a_query_without_keys_alone(poison):
+    """They share a tile with one that selects the row."""
+    params, batch = sfa.init_params(CONFIG, dtype=torch.float64), sfa.Batch.from_lengths([6])
+    q_THX, rows_SE = torch.randn(6, 4, 24, dtype=torch.float64), torch.randn(6, 32, dtype=torch.float64)
+    rows_SE[2] = poison
+    selection_TK = torch.tensor([[0, -1], [0, 1], [2, -1], [-1, -1], [4, 1], [5, 0]], dtype=torch.int32)
+    given = params, q_THX, rows_SE, selection_TK, batch
+    got, want = (attend_in_both_forms(*given, runs, config=CONFIG) for runs in ([(0, 6)], []))
+    assert got[2].isnan().all()
+    assert not got[3].any()
+    torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-10, equal_nan=True)
+
+
 @pytest.mark.parametrize("threads", [2, 3])
 @pytest.mark.parametrize("runs", RUNS)
 def test_threads_change_how_work_is_cut_and_no_result(runs, threads):

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch.nn.functional import linear
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from sfa_functional import precision
 
@@ -50,6 +51,34 @@ def test_few_rows_and_devices_with_instructions_are_left_to_torch(monkeypatch):
     assert not precision._worth_casting(a, b.float())
     monkeypatch.setattr(precision, "_multiplies_bfloat16", lambda device: True)
     assert not precision._worth_casting(a, b)
+
+
+def test_a_traced_projection_has_no_guard_on_its_rows():
+    class Projection(torch.nn.Module):
+        def forward(self, x, w):
+            return precision.linear(x, w)
+
+    rows = torch.export.Dim("T", min=2, max=64)
+    traced = torch.export.export(Projection(), (_whole(40, 8), _whole(6, 8)), dynamic_shapes=({0: rows}, None)).module()
+    x, w = _whole(20, 8), _whole(6, 8)
+    assert torch.equal(traced(x, w), linear(x, w))
+
+
+def test_the_backward_casts_no_more_at_a_time_than_the_forward(monkeypatch):
+    monkeypatch.setattr(precision, "CAST_BYTES", 4 * 512 * 16)
+    x, w = _whole(32, 512).requires_grad_(), _whole(256, 512).requires_grad_()
+    largest = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+            result = op(*args, **(kwargs or {}))
+            if isinstance(result, torch.Tensor) and result.dtype == torch.float32:
+                largest.append(result.numel() * 4)
+            return result
+
+    with Watch():
+        precision.linear(x, w).sum().backward()
+    assert max(largest) <= max(precision.CAST_BYTES, 4 * 32 * 512)
 
 
 def test_gradients_of_a_batch_are_those_of_its_members():
