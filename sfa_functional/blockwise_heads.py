@@ -6,8 +6,8 @@ products of 256 queries and thousands of keys run at nine tenths of a square one
 with no running softmax: `per_head.per_head_runs` sends only queries here whose keys fit the workspace.
 
 Of the workspace, keys and values of a group of heads are given a half; the counts of a run, a byte each (four where one
-exceeds 255, or may on a device), which serve all groups, a quarter; and the logits of a step a quarter. Temporaries that
-make these come on top.
+exceeds 255, or may on a device), which serve all groups, a quarter; and the logits of a step a quarter. Temporaries
+that make these come on top.
 """
 
 from collections.abc import Iterator
