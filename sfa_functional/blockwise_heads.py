@@ -54,7 +54,7 @@ class Weighing(NamedTuple):
     """What is added to the logits of a tile, for all heads alike: ``ln n`` of a key that a query lists n times."""
 
     bias_ts: Tensor
-    empty_t: Tensor | None
+    empty_t: Tensor | None  # queries without keys; None: no query
     spoiled_t: Tensor | None  # queries that selected a key that is not finite; None: no query
 
     def cover(self, x_htX: Tensor, spoiled: float) -> Tensor:
@@ -257,8 +257,9 @@ def _make(rows_sE: Tensor, w_uk_hPL: Tensor, w_uv_hVL: Tensor) -> HeadKeys:
     """Make keys and values of some heads. Keys lie as the product with queries reads them fastest."""
     dtype, latent = product_dtype(rows_sE), w_uk_hPL.shape[2]
     latent_sL, rope_sR = rows_sE.to(dtype).tensor_split([latent], dim=1)
-    latent_hsL = latent_sL.expand(len(w_uk_hPL), -1, -1)  # a product of all heads with one tensor is rounded
-    keys_hPs = product(w_uk_hPL.to(dtype), latent_hsL.mT).to(dtype)  # differently where that requires grad
+    # expanded, because a product of all heads with one tensor is rounded differently where that requires grad
+    latent_hsL = latent_sL.expand(len(w_uk_hPL), -1, -1)
+    keys_hPs = product(w_uk_hPL.to(dtype), latent_hsL.mT).to(dtype)
     keys_hXs = torch.cat([keys_hPs, rope_sR.mT.contiguous().expand(len(keys_hPs), -1, -1)], dim=1)
     values_hsV = product(latent_hsL, w_uv_hVL.to(dtype).mT).to(dtype)
     if not may_hold(~(keys_hXs.sum() + values_hsV.sum()).isfinite()):

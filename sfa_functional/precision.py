@@ -58,7 +58,7 @@ def matmul(a: Tensor, b: Tensor) -> Tensor:
 
 def linear(x_TX: Tensor, w_YX: Tensor) -> Tensor:
     """Return ``x Wᵀ`` as ``torch.nn.functional.linear`` does, taken as `matmul`."""
-    return matmul(x_TX, w_YX.mT) if _worth_casting(x_TX, w_YX) else torch.nn.functional.linear(x_TX, w_YX)
+    return matmul(x_TX, w_YX.mT) if _worth_casting(x_TX, w_YX.mT) else torch.nn.functional.linear(x_TX, w_YX)
 
 
 def _worth_casting(a: Tensor, b: Tensor) -> bool:
